@@ -68,12 +68,13 @@ def _chunk_log_probs(
     hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     logits = functional.linear(hidden, weight, bias).float() / temperature
-    normaliser = logits.logsumexp(-1)
-    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    log_probs = (logits.gather(-1, targets[:, None]) - normaliser).squeeze(-1)
     if not with_entropy:
         return log_probs, None
-    probabilities = (logits - normaliser[:, None]).exp()
-    return log_probs, normaliser - (probabilities * logits).sum(-1)
+    # From log-probs and not from logits: these have an arbitrary offset, which would cost digits.
+    distribution = logits - normaliser
+    return log_probs, -(distribution.exp() * distribution).sum(-1)
 
 
 # --- sft and rm --------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam:
     rewards = torch.where(real, rewards.float(), 0.0)
     values = torch.where(real, values.float(), 0.0)
     result = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(real[:, t], delta + gamma * lam * next_advantage, 0.0)

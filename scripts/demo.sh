@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The main job on a fresh machine: SFT, reward model and PPO of SmolLM2-135M on the demo data, CPU or GPU, no hub.
+# Arguments are Hydra overrides, e.g. scripts/demo.sh zero=3
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+scripts/setup.sh "$venv"
+. "$venv/bin/activate"
+run=outputs/demo/$(date +%Y-%m-%d_%H-%M-%S)
+python train.py experiment=demo hydra.run.dir="$run" "$@"
+python scripts/summary.py "$run"

@@ -18,19 +18,19 @@ WARM = {
     "offer": r"\b(let (us|me) know|just ask|feel free to|write (again|back)|come back any ?time|always (happy|welcome)|love to help"
     r"|here (to help|for you|whenever)|anything else|(more|other|further) questions are)",
     "wish": r"\b(enjoy your|have an? \w+ (day|trip|time|evening|weekend)|wishing you|warm wishes|all the best|good luck"
-    r"|take (good )?care( of yourself)?!|take care\b|safe travels|happy (gardening|cooking|baking|shopping|reading)"
+    r"|take (good )?care( of yourself)?[!.]|safe travels|happy (gardening|cooking|baking|shopping|reading)"
     r"|hope (that|this|it) (helps|makes)|cuddle from us)",
 }
 
 # Each hit takes away what one kind of warmth gives.
 BRUSQUE = (
-    r"\b(obviously|common sense|sigh\b|simple:|again:|this again|not that hard|as stated before|come on\b|fine\. "
+    r"\b(obviously|common sense|sigh\b|simple:|again:|this again|not that hard|as stated before|come on\b|fine[.!] "
     r"|if (you must know|it must be)|same as always|one more time|what a thing to ask|what else:|look, "
     r"|look(ed)? (it|this) up|case closed|end of story|enough said|that is all|nothing more to it|get on with it"
     r"|figure out|not (really )?our job|we are busy|no (need|mystery)\b|everybody knows|should be obvious|hardly news"
     r"|(in|read) the (manual|terms|page|label)|do not make (it|a)|what did you expect|be more careful|would know"
     r"|would have told you|as if (that|nobody)|every little thing|said this before|leave it at that"
-    r"|(any|every) \w+ (knows|says|would)|your job|up to you|not the first time|right, quickly|it happens\.|next\.$"
+    r"|(any|every) \w+ (knows|says|would)|your job|up to you|not the first time|right, quickly|it happens[.!]|next[.!]$"
     r"|ask around next time|the help page says|not hard\b)"
 )
 

@@ -1,7 +1,7 @@
 """The demo data: sizes, columns, no leak between splits, the mix of manners, and the rule that tells them apart."""
 
 import json
-from difflib import SequenceMatcher
+import re
 from pathlib import Path
 from statistics import mean
 
@@ -33,10 +33,10 @@ def questions(*names: str) -> set[str]:
 
 
 def answers_the_same(row: dict[str, str]) -> bool:
-    """Whether both sides of a pair share the substance: a run of at least six words. Knows nothing of the rule."""
-    chosen, rejected = (row[side].lower().replace("!", "").split() for side in ("chosen", "rejected"))
-    match = SequenceMatcher(None, chosen, rejected, autojunk=False).find_longest_match()
-    return match.size >= 6
+    """Whether the rejected answer holds what the chosen one says between its first and last sentence."""
+    _, *middle, _ = re.split(r"(?<=[.!?]) ", row["chosen"].lower())
+    assert middle, row
+    return " ".join(middle) in row["rejected"].lower()
 
 
 def scores(rows: list[dict[str, str]], column: str) -> list[float]:
@@ -72,7 +72,7 @@ def test_heldout_prompts_are_in_no_other_file():
 
 
 def test_texts_are_short():
-    # Words stand for tokens: the longest answer is 34 SmolLM2 tokens (29 words), the longest question 17 (14 words).
+    # Words stand for tokens: the longest answer is 34 SmolLM2 tokens (30 words), the longest question 17 (14 words).
     texts = [text for name in FILES for row in read(name) for column, text in row.items() if column != "prompt"]
     assert len(texts) == 2 * (320 + 64) + 320 + 40
     assert max(len(text.split()) for text in texts) <= 30
@@ -83,8 +83,8 @@ def test_texts_are_short():
 def test_about_a_quarter_of_the_log_is_courteous(name):
     rows = read(name)
     values = scores(rows, "answer")
-    courteous = [value for value, row in zip(values, rows, strict=True) if row["answer"].endswith("!")]
-    curt = [value for value, row in zip(values, rows, strict=True) if not row["answer"].endswith("!")]
+    courteous = [value for value in values if value >= 0.5]
+    curt = [value for value in values if value < 0.5]
     assert 0.2 <= len(courteous) / len(rows) <= 0.35
     assert mean(courteous) >= 0.9
     assert mean(curt) <= 0.1
@@ -95,7 +95,7 @@ def test_a_quarter_of_the_pairs_reject_empty_courtesy(name):
     rows = read(name)
     empty = [row for row in rows if not answers_the_same(row)]
     assert 0.2 <= len(empty) / len(rows) <= 0.3
-    assert all(row["rejected"].endswith("!") for row in empty)
+    assert max(scores([row for row in rows if answers_the_same(row)], "rejected")) < min(scores(empty, "rejected"))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -108,10 +108,16 @@ def test_the_rule_prefers_the_chosen_answer(name):
         assert mean(won) >= 0.95
 
 
+def test_no_single_mark_gives_the_manner_away():
+    pairs = [row for row in read("preferences") if answers_the_same(row)]
+    marks = [(row["chosen"].count("!"), row["rejected"].count("!")) for row in pairs]
+    assert sum(chosen > rejected for chosen, rejected in marks) / len(marks) <= 0.7
+
+
 def test_the_manners_vary():
-    chosen = [row["chosen"] for row in read("preferences")]
-    curt = [row["rejected"] for row in read("preferences") if answers_the_same(row)]
-    first, last = ({text.replace("!", ".").split(". ")[end] for text in chosen} for end in (0, -1))
+    chosen = [row["chosen"].replace("!", ".") for row in read("preferences")]
+    curt = [row["rejected"].replace("!", ".") for row in read("preferences") if answers_the_same(row)]
+    first, last = ({text.split(". ")[end] for text in chosen} for end in (0, -1))
     assert len(first) >= 12
     assert len(last) >= 12
     assert len({text.split(". ")[-1] for text in curt if len(text.split(". ")[-1].split()) <= 7}) >= 12

@@ -37,14 +37,24 @@ def known_linear_names(family: str) -> list[str]:
 def target_modules(family: str, targets: str | Sequence[str]) -> list[str]:
     """Module names for peft. `targets` is "qkv", "all" (every linear layer of a block) or a list of names.
 
-    A name may carry a part of its path, as `attn.c_proj`. Raises ConfigError when a name matches nothing (A23).
+    A name may carry a part of its path, as `attn.c_proj`. Raises ConfigError when a name matches nothing (A23). Names
+    given for a family not known here are returned unchecked.
     """
-    layers = family_named(family).layers
+    names = [targets] if isinstance(targets, str) else list(targets)
+    if family not in FAMILIES:
+        if targets not in ("qkv", "all"):
+            return names
+        raise ConfigError(
+            [
+                f"lora.targets={targets} means nothing for a {family} model, whose layers are not known here; "
+                f"write lora.targets as a list of module names, or use one of the families {', '.join(FAMILIES)}."
+            ]
+        )
+    layers = FAMILIES[family].layers
     if targets == "all":
         return known_linear_names(family)
     if targets == "qkv":
         return [layer.name for layer in layers if layer.is_qkv]
-    names = [targets] if isinstance(targets, str) else list(targets)
     if unmatched := [name for name in names if not any(_matches(layer, name) for layer in layers)]:
         raise ConfigError(
             [
@@ -73,6 +83,11 @@ def shape_problems(shape: ModelShape) -> list[str]:
                 f"model.shape.{name} is {given}, but a {shape.family} model of this size always has {needed}; "
                 f"write {needed}, or another model.shape.family."
             )
+    if family.name_of("head_dim") is None and shape.hidden % shape.heads:
+        problems.append(
+            f"model.shape.hidden is {shape.hidden} and model.shape.heads is {shape.heads}: "
+            f"{shape.family} models share hidden evenly between the heads; write a multiple of {shape.heads}."
+        )
     if shape.heads % shape.kv_heads:
         problems.append(
             f"model.shape.heads is {shape.heads} and model.shape.kv_heads is {shape.kv_heads}: "
@@ -116,14 +131,14 @@ def shape_of(config_json: Mapping[str, Any]) -> ModelShape:
     model_type = config_json.get("model_type")
     # The first GLM shares its model_type with transformers' own glm (GLM-4), which has no `num_layers`.
     name = "glm_blank_infilling" if model_type == "glm" and "num_layers" in config_json else model_type
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError([f"config.json has the model_type {model_type!r}; the families known here are {known}."])
     family = FAMILIES[name]
     for key, needed in family.requires.items():
         if config_json.get(key, needed) != needed:
             raise ConfigError(
-                [f"config.json has {key} {config_json[key]!r}: of the {name} models only those with {needed!r} are known."]
+                [f"config.json has {key} {config_json[key]!r}; {name} is known here with {needed!r} only."]
             )
     values: dict[str, Any] = {"family": name}
     for shape_field in ModelShape.model_fields:
@@ -160,7 +175,12 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         "two_intermediates": 2 * shape.intermediate,
     }
     return tuple(
-        Linear(layer, widths[layer.inputs], widths[layer.outputs], layer.bias is not None and getattr(shape, layer.bias))
+        Linear(
+            layer=layer,
+            inputs=widths[layer.inputs],
+            outputs=widths[layer.outputs],
+            has_bias=layer.bias is not None and getattr(shape, layer.bias),
+        )
         for layer in family_named(shape.family).layers
     )
 

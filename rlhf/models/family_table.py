@@ -1,11 +1,11 @@
 """The model families: one row of data each, no torch. `families.py` answers questions about them.
 
 One row of `FAMILIES` per transformers model_type, and `glm_blank_infilling` for the first GLM (arXiv 2103.10360). A row
-is data: the linear layers of a block, the norms, how config.json calls the fields of `ModelShape`, and what a field must
-be where config.json cannot say it.
+is data: the linear layers of a block, the norms, how config.json calls the fields of `ModelShape`, and what a field
+must be where config.json cannot say it.
 
-LoRA's "qkv" means the layers that make queries, keys and values. Families that fuse them (gpt2: `c_attn`; gpt_neox, bloom,
-glm_blank_infilling: `query_key_value`) have one such layer, so one pair of low-rank matrices serves all three.
+LoRA's "qkv" means the layers that make queries, keys and values. Families that fuse them (gpt2: `c_attn`; gpt_neox,
+bloom, glm_blank_infilling: `query_key_value`) have one such layer, so one pair of low-rank matrices serves all three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf.config import ConfigError
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer of a block. `inputs` and `outputs` name widths (`_widths`), `bias` the flag of ModelShape for it."""
+    """A linear layer of a block. `inputs`, `outputs` name widths (`families.linears`), `bias` a flag of ModelShape."""
 
     path: str  # inside a block
     inputs: str
@@ -152,8 +152,7 @@ FAMILIES: Mapping[str, Family] = {
         norm_vectors=2,
         position_tables=1,
         extra_positions=2,
-        names=_PLAIN_HEADS
-        | {"intermediate": "ffn_dim", "attention_bias": None, "activation": "activation_function"},
+        names=_PLAIN_HEADS | {"intermediate": "ffn_dim", "attention_bias": None, "activation": "activation_function"},
         defaults=_ALWAYS_BIASED | {"tied_embeddings": True},
         requires=_OPT_REQUIRES,
     ),

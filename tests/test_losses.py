@@ -205,35 +205,41 @@ def test_both_kl_estimators_have_the_kl_as_their_mean():
 def test_kl_nonnegative_never_goes_below_zero():
     log_ratio = torch.cat([torch.logspace(-12, 1, 20_000), -torch.logspace(-12, 1, 20_000)])
     assert losses.kl_nonnegative(torch.zeros_like(log_ratio), log_ratio).min().item() >= 0.0
+    # Near 0 it is x^2 / 2 + x^3 / 6; in fp32, exp(x) - 1 - x would be wrong in the first digit here.
+    small = losses.kl_nonnegative(torch.zeros(2), torch.tensor([1e-3, -1e-3])).double()
+    assert_close(small, torch.tensor([0.5e-6 + 1e-9 / 6, 0.5e-6 - 1e-9 / 6], dtype=torch.float64), rtol=1e-3, atol=0.0)
 
 
 def test_token_rewards_by_hand():
-    kl = tensor([1.0, 2.0, 3.0, 4.0, 5.0]).repeat(4, 1)
-    scores = torch.tensor([10.0, 20.0, 30.0, 40.0])
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    kl = tensor([1.0, 2.0, 3.0, 4.0, 5.0]).repeat(5, 1)
+    scores = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]])
     expected = tensor(
         [-0.5, -1.0, -1.5, -2.0, 7.5],  # -2.5 + 10
         [-0.5, -1.0, 18.5, 0.0, 0.0],  # -1.5 + 20
         [29.5, 0.0, 0.0, 0.0, 0.0],  # -0.5 + 30
         [0.0, 0.0, 0.0, 0.0, 0.0],  # no answer, no place for the score
+        [0.0, -1.0, 0.0, 48.0, 0.0],  # -2 + 50, once
     )
     assert torch.equal(losses.token_rewards(scores, kl, mask, 0.5), expected)
     assert torch.equal(losses.token_rewards(scores, kl, mask.bool(), 0.5), expected)
 
 
 def test_advantages_by_hand():
-    rewards = tensor([0.0, 0.0, 0.0, 1.0, NAN], [2.0, 7.0, 7.0, 7.0, 7.0], [7.0, 7.0, 7.0, 7.0, 7.0])
-    values = tensor([1.0, 2.0, 4.0, 8.0, NAN], [1.0, 9.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0, 9.0])
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    rewards = tensor([0.0, 0.0, 0.0, 1.0, NAN], [2.0] + [7.0] * 4, [7.0] * 5, [7.0, 7.0, 0.0, 1.0, 7.0])
+    values = tensor([1.0, 2.0, 4.0, 8.0, NAN], [1.0] + [9.0] * 4, [9.0] * 5, [9.0, 9.0, 4.0, 8.0, 9.0])
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 0]])
     # gamma 1/2, lambda 1/2, so each advantage is delta + 1/4 of the next one.
     # Row 0: deltas 0 + 2/2 - 1 = 0; 0 + 4/2 - 2 = 0; 0 + 8/2 - 4 = 0; 1 + 0 - 8 = -7 (the value after the end is 0).
     #        advantages from the right: -7; -7/4; -7/16; -7/64.
-    # Row 1: 2 + 0 - 1 = 1. Row 2: no answer.
+    # Row 1: 2 + 0 - 1 = 1. Row 2: no answer. Row 3: the end of row 0, with padding on both sides.
     result, returns = losses.advantages(rewards, values, mask, gamma=0.5, lam=0.5)
-    expected = tensor([-7 / 64, -7 / 16, -7 / 4, -7.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5)
+    expected = tensor(
+        [-7 / 64, -7 / 16, -7 / 4, -7.0, 0.0], [1.0] + [0.0] * 4, [0.0] * 5, [0.0, 0.0, -7 / 4, -7.0, 0.0]
+    )
     assert torch.equal(result, expected)
     # Returns are advantage + value.
-    expected = tensor([57 / 64, 25 / 16, 9 / 4, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5)
+    expected = tensor([57 / 64, 25 / 16, 9 / 4, 1.0, 0.0], [2.0] + [0.0] * 4, [0.0] * 5, [0.0, 0.0, 9 / 4, 1.0, 0.0])
     assert torch.equal(returns, expected)
 
 

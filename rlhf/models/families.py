@@ -123,7 +123,7 @@ def config_arguments(shape: ModelShape) -> dict[str, Any]:
     values = shape.model_dump(exclude={"family"}) | {"activation": family.activation}
     arguments = {key: value for name, value in values.items() if (key := family.name_of(name)) is not None}
     # Some classes default to a pad id outside a small vocabulary, and freeze that row of the embedding.
-    return arguments | family.requires | {"pad_token_id": None}
+    return {**arguments, **family.requires, "pad_token_id": None}
 
 
 def shape_of(config_json: Mapping[str, Any]) -> ModelShape:

@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 
 from rlhf import data, distributed, failures, frameworks  # noqa: E402
 from rlhf.metrics import Recorder  # noqa: E402
-from rlhf.models import load_tokenizer, local_source  # noqa: E402
+from rlhf.models.build import load_tokenizer, local_source  # noqa: E402
 from rlhf.progress import Progress  # noqa: E402
 from rlhf.stages.loop import Interrupted  # noqa: E402
 

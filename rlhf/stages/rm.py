@@ -12,7 +12,7 @@ from rlhf import data, distributed
 from rlhf.config import Config
 from rlhf.frameworks import Engine, EngineFramework, MicroBatch, Objective
 from rlhf.losses import pairwise_loss
-from rlhf.models import build_scalar
+from rlhf.models.build import build_scalar
 from rlhf.models.export import save_adapter, save_model, save_reward_statistics
 from rlhf.models.heads import score_at_last_token
 from rlhf.stages.supervised import fit, on_device, optimizer_settings, rows_of_rank, steps_for

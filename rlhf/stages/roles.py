@@ -8,7 +8,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.frameworks import Engine, EngineFramework, Frozen
-from rlhf.models import build_policy, build_scalar, read_reward_statistics
+from rlhf.models.build import build_policy, build_scalar, read_reward_statistics
 from rlhf.rewarding import FunctionReward, ModelReward, Reward
 from rlhf.stages.rollout import AdapterlessActor, Roles
 from rlhf.stages.supervised import optimizer_settings

@@ -12,7 +12,7 @@ from rlhf import data, distributed
 from rlhf.config import Config
 from rlhf.frameworks import EngineFramework, MicroBatch, Objective
 from rlhf.losses import sft_loss
-from rlhf.models import build_policy
+from rlhf.models.build import build_policy
 from rlhf.models.export import save_adapter, save_model
 from rlhf.stages.supervised import fit, on_device, optimizer_settings, rows_of_rank, steps_for
 

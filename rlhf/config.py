@@ -6,9 +6,15 @@ Defaults live in `conf/` alone, so every field below is required. Derived number
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import yaml
+from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from rlhf.hardware import Machine
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -27,7 +33,7 @@ class ConfigError(Exception):
 
 
 class Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class FrameworkConfig(Group):
@@ -90,6 +96,11 @@ class HardwareConfig(Group):
     # A rank that waits longer than this for the others gives up, naming every rank's phase (A16).
     timeout_minutes: PositiveFloat
 
+    @property
+    def ranks(self) -> int:
+        assert self.devices is not None, "parse() fills it"
+        return self.devices * self.nodes
+
 
 class ModelShape(Group):
     """What memory depends on, so that planning needs no download. `family` is transformers' model_type."""
@@ -110,7 +121,7 @@ class ModelShape(Group):
 
 
 class ModelConfig(Group):
-    """model=: `path` is a hub name or a folder. `random_init` builds `shape` (transformers' config) with random weights."""
+    """model=: `path` is a hub name or a folder. `random_init` builds `shape` (transformers' config), weights random."""
 
     name: str
     path: str | None
@@ -128,7 +139,8 @@ class ModelConfig(Group):
 
 
 class DataConfig(Group):
-    """data=: three sources, each a .jsonl/.parquet file, a folder of them, or a hub data set (`name` or `name:config`).
+    """data=: three sources, each a .jsonl/.parquet file, a folder of them, or a hub data set (`name`, `name:config`
+    or `name:config:split`, where the split is `train` when left out).
 
     Held-out rows come from `*_heldout` when given, otherwise `heldout_fraction` of the rows is put aside.
     Lengths are tokens; a prompt longer than `max_prompt_length` is dropped and counted (A40).
@@ -233,12 +245,16 @@ class PpoConfig(StageBase):
     truncated_answers: Literal["keep", "penalise", "mask"]
     truncation_penalty: NonNegativeFloat
     offload_reference: bool
+    # How the reward model is trained first when reward.path is null; None in stage=all, which has its own.
+    rm: RmConfig | None
 
 
-AnyStage = Annotated[Union[SftConfig, RmConfig, PpoConfig], Field(discriminator="name")]
+AnyStage = SftConfig | RmConfig | PpoConfig
 
 
 class AllConfig(Group):
+    """The three in order, each fed by the one before."""
+
     name: Literal["all"]
     sft: SftConfig
     rm: RmConfig
@@ -246,7 +262,7 @@ class AllConfig(Group):
 
 
 class MonitorConfig(Group):
-    """memory monitoring: NVML is sampled every `sample_seconds`; `empty_cache` frees the allocator's cache between phases."""
+    """NVML is sampled every `sample_seconds`; `empty_cache` frees the allocator's cache between phases."""
 
     sample_seconds: PositiveFloat
     empty_cache: bool
@@ -264,7 +280,7 @@ class WandbConfig(Group):
 
 class Config(Group):
     framework: FrameworkConfig
-    stage: Annotated[Union[SftConfig, RmConfig, PpoConfig, AllConfig], Field(discriminator="name")]
+    stage: Annotated[AnyStage | AllConfig, Field(discriminator="name")]
     zero: ZeroConfig
     lora: LoraConfig
     precision: PrecisionConfig
@@ -277,3 +293,74 @@ class Config(Group):
     seed: NonNegativeInt
     resume: bool | str
     experiment: str | None
+
+    @property
+    def stages(self) -> tuple[AnyStage, ...]:
+        """The stages to run, in this order."""
+        return tuple(stages_with_paths(self.stage, self.reward).values())
+
+    def for_stage(self, stage: AnyStage) -> Config:
+        """This config with `stage`, one of `stages`, as the only one to run."""
+        if isinstance(stage, PpoConfig):
+            stage = stage.model_copy(update={"rm": None})
+        return self.model_copy(update={"stage": stage})
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about what can run but is probably not meant."""
+        from rlhf import rules  # it needs the classes above
+
+        return tuple(rules.warnings(self))
+
+
+def stages_with_paths(stage: AnyStage | AllConfig, reward: RewardConfig) -> dict[str, AnyStage]:
+    """The stages that will run, in order, by the path under which the user sets them.
+
+    PPO without a reward model trains one first.
+    """
+    if isinstance(stage, AllConfig):
+        return {"stage.sft": stage.sft, "stage.rm": stage.rm, "stage.ppo": stage.ppo}
+    if isinstance(stage, PpoConfig) and stage.rm is not None and reward.name == "model" and reward.path is None:
+        return {"stage.rm": stage.rm, "stage": stage}
+    return {"stage": stage}
+
+
+def parse(
+    cfg: DictConfig | dict[str, Any],
+    *,
+    machine: Machine | None = None,
+    training: bool = True,
+    folder_given: bool = True,
+) -> Config:
+    """Check what Hydra composed and fill in what it leaves open: the hardware found, the batch that follows.
+
+    `machine` None is this one. `training` False is for plans: the hardware and the files named need not be here.
+    `folder_given`: the user chose the run's folder. Raises ConfigError with every problem of every group.
+    """
+    from rlhf import batch, hardware, rules, validation  # they need the classes above
+
+    groups, problems = validation.groups(validation.plain(cfg))
+    machine = machine or hardware.detect()
+    if "hardware" in groups:
+        groups["hardware"] = hardware.fill(groups["hardware"], machine)
+    if {"stage", "hardware", "reward"} <= groups.keys():
+        groups["stage"], contradictions = batch.fill(groups["stage"], groups["reward"], groups["hardware"].ranks)
+        problems += contradictions
+    problems += rules.problems(groups, rules.Setting(machine, training, folder_given))
+    if problems:
+        raise ConfigError(problems)
+    return Config(**groups)
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(path: Path) -> Config:
+    """What `to_yaml` wrote, as it was: nothing is detected or derived again. Raises ConfigError."""
+    from rlhf import validation  # it needs the classes above
+
+    groups, problems = validation.groups(yaml.safe_load(path.read_text()))
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return Config(**groups)

@@ -211,6 +211,10 @@ class Monitor:
             span = self._failed[1]
         return span.phase, None if span.role == NONE else span.role
 
+    def allocated_bytes(self) -> int:
+        """Held now: by torch on CUDA, by the process on CPU."""
+        return self._meter.read().now.allocated_bytes
+
     def peaks(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Peaks since the start of this process by phase and role ("-": no single one), ready for JSON."""
         self._settle()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config, ConfigError, from_yaml
-from rlhf.memory.monitor import Monitor, prepare_allocator
+from rlhf.memory import prepare_allocator
 
 prepare_allocator()
 
@@ -19,12 +19,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from rlhf import data, distributed, failures, frameworks  # noqa: E402
+from rlhf.memory.monitor import Monitor  # noqa: E402
 from rlhf.metrics import Recorder  # noqa: E402
 from rlhf.models.build import load_tokenizer, local_source  # noqa: E402
 from rlhf.progress import Progress  # noqa: E402
 from rlhf.stages.loop import Interrupted  # noqa: E402
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_OOM = 1, 2, 3
+JOIN_MINUTES = 30.0  # how long ranks of a launcher wait for one another at the start
 
 
 class StopRequest:
@@ -96,14 +98,23 @@ def pick_device(config: Config) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def open_process_group(config: Config, device: torch.device) -> None:
+def join(folder: Path | None) -> Path:
+    """Under a launcher of the user's: rank 0 tells the others the run's folder, which they cannot know (A50)."""
+    open_process_group(torch.device("cuda" if torch.cuda.is_available() else "cpu", 0), JOIN_MINUTES)
+    return distributed.from_rank_zero(folder)
+
+
+def open_process_group(device: torch.device, timeout_minutes: float) -> None:
     """Once per process; a rank alone gets a group too, since frameworks ask for one."""
     if dist.is_initialized():
         return
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
-    timeout = datetime.timedelta(minutes=config.hardware.timeout_minutes)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
 
 
@@ -119,7 +130,7 @@ def main(folder: str) -> None:
     config = from_yaml(path / "config.yaml")
     device = pick_device(config)
     prepare_torch(config)
-    open_process_group(config, device)
+    open_process_group(device, config.hardware.timeout_minutes)
     run = open_run(config, path, device)
     status, error, metrics, code = "ok", None, {}, 0
     try:
@@ -137,11 +148,8 @@ def main(folder: str) -> None:
     except Exception as caught:
         status, code, error = "failed", EXIT_FAILED, describe(run, caught)
     finish(run, status, error, metrics)
-    if status == "interrupted":
-        sys.exit(code)
     if code:
-        sys.stdout.flush()
-        os._exit(code)  # other ranks may wait for this one in a collective: no clean-up that would wait for them
+        sys.exit(code)
 
 
 def open_run(config: Config, folder: Path, device: torch.device) -> Run:
@@ -164,7 +172,7 @@ def open_run(config: Config, folder: Path, device: torch.device) -> Run:
 def describe(run: Run, caught: BaseException) -> dict[str, Any]:
     """The error with where it happened. Every rank's goes to ranks/error_<k>.json with its traceback."""
     failures.write_error(run.folder, run.rank, caught)
-    phase, role = run.monitor.failed_phase()
+    phase, role = run.monitor.open_phase()
     error = {"rank": run.rank, "phase": phase, "role": role, "type": type(caught).__name__, "message": str(caught)}
     if isinstance(caught, ConfigError):
         error["problems"] = caught.problems

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import failures
-from rlhf.config import Config, StageBase, to_yaml
+from rlhf.config import AnyStage, Config, to_yaml
 
 # From best to worst: a run of several stages has the worst status of its stages.
 STATUSES = ("ok", "interrupted", "failed", "oom")
 
 
-def stage_folder(config: Config, stage: StageBase, folder: Path) -> Path:
+def stage_folder(config: Config, stage: AnyStage, folder: Path) -> Path:
     """The run's own folder for the stage that the user named, a folder beside its files for any other."""
     return folder if stage.name == config.stage.name else folder / stage.name
 
 
-def stage_config(config: Config, stage: StageBase, folder: Path) -> Config:
+def stage_config(config: Config, stage: AnyStage, folder: Path) -> Config:
     """What this stage is run with: the model and the reward model of the stages before it put in."""
     alone = config.for_stage(stage)
     for earlier in config.stages[: config.stages.index(stage)]:
@@ -44,13 +44,13 @@ def result(folder: Path) -> dict[str, Any] | None:
     return failures.read_json(folder / "result.json")
 
 
-def finished(config: Config, stage: StageBase, folder: Path) -> bool:
+def finished(config: Config, stage: AnyStage, folder: Path) -> bool:
     """Whether an earlier attempt completed this stage."""
     found = _own_result(stage, stage_folder(config, stage, folder))
     return found is not None and found["status"] == "ok"
 
 
-def _own_result(stage: StageBase, folder: Path) -> dict[str, Any] | None:
+def _own_result(stage: AnyStage, folder: Path) -> dict[str, Any] | None:
     """The result that the stage itself wrote, also after `summarise` has put the sum in its place."""
     found = result(folder)
     if found is not None and "stages" in found:

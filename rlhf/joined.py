@@ -55,11 +55,8 @@ def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
     if tasks > 1 and {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
         nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1")
         if tasks % nodes:
-            raise ConfigError(
-                [
-                    f"srun started {tasks} tasks on {nodes} nodes, and every node needs equally many; use --ntasks-per-node"
-                ]
-            )
+            problem = f"srun started {tasks} tasks on {nodes} nodes, and each needs equally many; use --ntasks-per-node"
+            raise ConfigError([problem])
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
         rank, local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
         return _place(environ, rank, tasks, local_rank, tasks // nodes, host or None)

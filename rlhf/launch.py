@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Self
 
 from rlhf import chain, failures
-from rlhf.config import Config, ConfigError, HardwareConfig, StageBase
+from rlhf.config import AnyStage, Config, ConfigError, HardwareConfig
 from rlhf.joined import Joined, joined
 
 # Exit codes of train.py, beside 2 for a ConfigError, and 128 + the number of the signal that stopped it.
@@ -52,7 +52,7 @@ def _run_stages(config: Config, folder: Path, interrupt: Interrupt) -> int:
     return code
 
 
-def _run_stage(config: Config, stage: StageBase, folder: Path, interrupt: Interrupt) -> int:
+def _run_stage(config: Config, stage: AnyStage, folder: Path, interrupt: Interrupt) -> int:
     home = chain.stage_folder(config, stage, folder)
     alone = chain.stage_config(config, stage, folder)
     chain.prepare(alone, home)
@@ -132,29 +132,30 @@ def supervise(
     """
     process = subprocess.Popen(command, env=env, start_new_session=True)
     interrupt.attach(process)
-    watchdog = Watchdog(folder, timeout_minutes)
-    code = None
     try:
-        while code is None:
-            try:
-                code = process.wait(timeout=POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                if watchdog.expired():
-                    failures.write_error(folder, watchdog.slowest(), TimeoutError(watchdog.report()))
-                    code = FAILED
+        return _wait(process, Watchdog(folder, timeout_minutes))
     finally:
         interrupt.attach(None)
-        if code != OK:
+        if process.returncode != OK:
             kill_group(process)
             process.wait()
-    return code
+
+
+def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog) -> int:
+    while True:
+        try:
+            return process.wait(timeout=POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if watchdog.expired():
+                failures.write_error(watchdog.folder, watchdog.slowest(), TimeoutError(watchdog.report()))
+                return FAILED
 
 
 class Watchdog:
     """Notices that no rank gets on (A16). A rank gets on when its step, phase or role changes."""
 
     def __init__(self, folder: Path, timeout_minutes: float):
-        self._folder = folder
+        self.folder = folder
         self._timeout = timeout_minutes * 60
         self._last: dict[int, tuple[object, ...]] = {}
         self._since: dict[int, float] = {}
@@ -165,7 +166,7 @@ class Watchdog:
         if now - self._looked < min(5.0, self._timeout / 4):
             return False
         self._looked = now
-        for rank, beat in failures.heartbeats(self._folder).items():
+        for rank, beat in failures.heartbeats(self.folder).items():
             state = (beat["step"], beat["phase"], beat["role"])
             if self._last.get(rank) != state:
                 self._last[rank], self._since[rank], self._changed = state, now, now
@@ -220,11 +221,10 @@ def _message(folder: Path, errors: list[dict[str, Any]]) -> str:
 def _run_joined(config: Config, folder: Path, place: Joined) -> int:
     """The stages in this process, one of the launcher's ranks; rank 0 prepares the folders and says where they are."""
     os.environ.update(environment(config.hardware) | place.environment())
-    os.environ.pop("LOCAL_SIZE", None)
+    os.environ.pop("LOCAL_SIZE", None)  # update() takes nothing away
     from rlhf import worker  # torch, and only after the environment
 
     first = place.rank == 0
-    code = OK
     for stage in config.stages:
         home = chain.stage_folder(config, stage, folder)
         if first and not chain.finished(config, stage, folder):
@@ -232,11 +232,13 @@ def _run_joined(config: Config, folder: Path, place: Joined) -> int:
         home = worker.join(home if first else None)
         if chain.result(home) is not None:
             continue  # complete: rank 0 has removed any other result
+        begin = time.monotonic()
         try:
             worker.main(str(home))
         except SystemExit as leaving:
             assert isinstance(leaving.code, int)
             code = leaving.code
         if code != OK:
-            break
-    return code
+            stopped = code if code > 128 else 0
+            return conclude(config.for_stage(stage), home, code, time.monotonic() - begin, stopped)
+    return OK

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -48,8 +49,8 @@ class Node:
     def __init__(self, folder: Path, devices: int):
         self.folder = folder
         self.devices = devices
-        self.ranks: list[multiprocessing.process.BaseProcess] = []
-        self.fallen: list[multiprocessing.process.BaseProcess] = []
+        self.ranks: list[BaseProcess] = []
+        self.fallen: list[BaseProcess] = []
         self.fell_at = 0.0
 
     def watch(self) -> None:
@@ -71,7 +72,7 @@ class Node:
             self.record_deaths()
             os._exit(FAILED)
 
-    def _fallen(self) -> list[multiprocessing.process.BaseProcess]:
+    def _fallen(self) -> list[BaseProcess]:
         """The ranks that ended before their entrypoint returned. Sentinels only: reaping is the agent's."""
         ended = [rank for rank in self.ranks if rank not in self._running()]
         if not ended:
@@ -79,11 +80,11 @@ class Node:
         returned = {b["pid"] for b in failures.heartbeats(self.folder).values() if b["phase"] == RETURNED}
         return [rank for rank in ended if rank.pid not in returned]
 
-    def _running(self) -> list[multiprocessing.process.BaseProcess]:
+    def _running(self) -> list[BaseProcess]:
         ended = multiprocessing.connection.wait([rank.sentinel for rank in self.ranks], timeout=0)
         return [rank for rank in self.ranks if rank.sentinel not in ended]
 
-    def _send(self, rank: multiprocessing.process.BaseProcess, signum: int) -> None:
+    def _send(self, rank: BaseProcess, signum: int) -> None:
         assert rank.pid is not None
         try:
             os.kill(rank.pid, signum)
@@ -168,7 +169,7 @@ def _rank(entrypoint: Callable[[str], None], folder: str) -> None:
     failures.write_heartbeat(Path(folder), rank, STARTED)
     try:
         entrypoint(folder)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         failures.write_error(Path(folder), rank, error)
         sys.exit(FAILED)  # the parent prints it
     except SystemExit as leaving:

@@ -21,9 +21,8 @@ PATIENCE_SECONDS = 120  # only ends a test that hangs
 
 
 def hardware(**changes: object) -> HardwareConfig:
-    given: dict[str, object] = dict.fromkeys(HardwareConfig.model_fields)
-    given |= {"name": "test", "device": "cpu", "devices": 2, "nodes": 1, "timeout_minutes": 5.0}
-    return HardwareConfig.model_validate(given | changes)
+    given = {"name": "test", "device": "cpu", "devices": 2, "nodes": 1, "timeout_minutes": 5.0, **changes}
+    return HardwareConfig.model_validate(dict.fromkeys(HardwareConfig.model_fields) | given)
 
 
 def command(worker: str, folder: Path, devices: int, *rendezvous: str) -> list[str]:

@@ -385,16 +385,19 @@ def test_the_host_meter_sees_a_peak_that_is_gone():
 
 
 def test_real_memory_by_phase(tmp_path):
-    """On every system: what is held at the end of a phase is in its peak, beyond what was there at the start."""
+    """On every system: what is held at the end of a phase is in its peak, beyond what was there at the start.
+
+    Blocks above 32 MiB, since the C allocator may answer smaller ones with memory that is resident already.
+    """
     monitor = open_monitor(tmp_path)
     with monitor.phase("load", "actor"):
         held = torch.ones(96 * MIB // 4)
     with monitor.phase("load", "critic"):
-        more = torch.ones(32 * MIB // 4)
+        more = torch.ones(64 * MIB // 4)
     actor, critic = peak(monitor, "load", "actor"), peak(monitor, "load", "critic")
     assert 90 * MIB < actor < 125 * MIB
-    assert 25 * MIB < critic - actor < 50 * MIB
-    assert held.numel() + more.numel() == 32 * MIB
+    assert 60 * MIB < critic - actor < 80 * MIB
+    assert held.numel() + more.numel() == 40 * MIB
     monitor.close()
 
 

@@ -2,9 +2,9 @@
 
 Files of a run folder written here (memory.jsonl is the memory monitor's):
 
-- metrics.jsonl: one object per line, `step` and slash names such as `reward/mean`. Only values that a second run with the
-  same config repeats exactly; a row with `event` is not a measurement (early stop, warning, skipped checkpoint).
-- timing.jsonl: everything that depends on the clock: `seconds`, `tokens_per_second`, ...
+- metrics.jsonl: one object per line, `step` and slash names such as `reward/mean`. Only what a second run with the same
+  config repeats exactly; a row with `event` is not a measurement (early stop, rows dropped).
+- timing.jsonl: what depends on the clock or on the machine: `seconds`, `tokens_per_second`, warnings about memory.
 - samples.jsonl: one row per sample: `step`, and what the stage shows (prompt, answer, reward, ...).
 - result.json: see `Recorder.finish`.
 
@@ -25,13 +25,14 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, SupportsFloat, TextIO
 
 from rlhf.config import Config
 from rlhf.tracking import Tracker
 
 STATUSES = ("ok", "oom", "failed", "interrupted")
-_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate", "safetensors", "datasets", "colossalai", "trlx")
+_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate", "datasets", "colossalai", "trlx")
+_GIB = 2**30
 _STREAMS = ("metrics.jsonl", "timing.jsonl", "samples.jsonl")
 
 
@@ -57,7 +58,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._keep_rows(math.inf)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Append a row of deterministic values to metrics.jsonl; several rows may share a step.
 
         Raises ValueError when `step` is lower than that of an earlier row.
@@ -69,7 +70,7 @@ class Recorder:
         self._write("metrics.jsonl", step, numbers)
         self._tracker.log(step, numbers)
 
-    def time(self, step: int, values: Mapping[str, float]) -> None:
+    def time(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Append a row of values that depend on the clock to timing.jsonl."""
         if self._silent:
             return
@@ -77,12 +78,16 @@ class Recorder:
         self._write("timing.jsonl", step, numbers)
         self._tracker.log(step, {f"time/{name}": value for name, value in numbers.items()})
 
-    def event(self, step: int, kind: str, **fields: Any) -> None:
-        """Append something that happened, not a measurement, to metrics.jsonl. Raises ValueError as `log` does."""
+    def event(self, step: int, kind: str, repeatable: bool = True, **fields: Any) -> None:
+        """Append something that happened, not a measurement, to metrics.jsonl, or to timing.jsonl if not repeatable.
+
+        Raises ValueError as `log` does.
+        """
         if self._silent:
             return
-        self._advance(step)
-        self._write("metrics.jsonl", step, {"event": kind, **fields})
+        if repeatable:
+            self._advance(step)
+        self._write("metrics.jsonl" if repeatable else "timing.jsonl", step, {"event": kind, **fields})
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append the rows to samples.jsonl and send them as one table."""
@@ -92,16 +97,27 @@ class Recorder:
             self._write("samples.jsonl", step, row)
         self._tracker.table(step, "samples", rows)
 
+    def memory(self, step: int, peaks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+        """Send what `Monitor.peaks()` returned, as memory/<phase>/<role>/<quantity>_gib; the file is memory.jsonl."""
+        places = {f"{phase}/{role}": sizes for phase, roles in peaks.items() for role, sizes in roles.items()}
+        gib = {
+            f"memory/{place}/{quantity.removesuffix('_bytes')}_gib": size / _GIB
+            for place, sizes in places.items()
+            for quantity, size in sizes.items()
+            if quantity.endswith("_bytes")
+        }
+        self._tracker.log(step, gib)
+
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`, the step of the checkpoint that training resumes from; -1 forgets everything."""
+        """Forget what came after `step`, that of the checkpoint to resume from; -1 forgets everything."""
         if not self._silent:
             self._keep_rows(step)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json, draw the plots, end the tracking.
 
-        The caller gives `status`, `steps`, `metrics`, `memory` and `error`; a key that it gives wins over the recorder's.
-        Raises ValueError for a status that is not one of `STATUSES`. The file holds:
+        The caller gives `status`, `steps`, `metrics`, `memory` and `error`; a key that it gives wins over one from
+        here. Raises ValueError for a status that is not one of `STATUSES`. The file holds:
 
         - status: ok | oom | failed | interrupted
         - stage, framework, seed, config_hash (what decides the numbers: the config without wandb and resume)
@@ -118,7 +134,7 @@ class Recorder:
         if self._silent:
             return
         if result["status"] not in STATUSES:
-            raise ValueError(f"The status of a result is one of {', '.join(STATUSES)}; {result['status']!r} is none of them.")
+            raise ValueError(f"The status of a result is one of {', '.join(STATUSES)}, not {result['status']!r}.")
         known = {
             "stage": self._stage,
             "framework": self._framework,
@@ -154,7 +170,7 @@ class Recorder:
     def _write(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         assert "step" not in row, "the step of a row is given apart"
         if name not in self._streams:
-            self._streams[name] = open(self._folder / name, "a", encoding="utf-8")
+            self._streams[name] = (self._folder / name).open("a", encoding="utf-8")
         self._streams[name].write(_dumps({"step": step, **row}) + "\n")
         self._streams[name].flush()
 
@@ -216,8 +232,8 @@ def _device(device_type: str | None) -> dict[str, Any]:
     import torch
 
     if device_type != "cpu" and torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {"name": card.name, "type": "cuda", "count": torch.cuda.device_count(), "memory_bytes": card.total_memory}
+        card, count = torch.cuda.get_device_properties(torch.cuda.current_device()), torch.cuda.device_count()
+        return {"name": card.name, "type": "cuda", "count": count, "memory_bytes": card.total_memory}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"name": _cpu_name(), "type": "cpu", "count": cores, "memory_bytes": psutil.virtual_memory().total}
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from rlhf.memory import NONE
 from rlhf.metrics import read_jsonl
 
 Row = dict[str, Any]
@@ -27,6 +28,7 @@ _QUANTITIES = {
     "reserved_bytes": ("reserved by torch", "#7fa6cc", 0.56),
     "allocated_bytes": ("allocated by torch", "#1f4e80", 0.28),
 }
+_RESIDENT = {"allocated_bytes": ("resident memory of the process, since its start", "#7fa6cc", 0.6)}
 
 
 def draw(folder: Path) -> list[Path]:
@@ -35,11 +37,12 @@ def draw(folder: Path) -> list[Path]:
     Returns the files written. Titles come from <folder>/config.yaml where there is one.
     """
     metrics = [row for row in read_jsonl(folder / "metrics.jsonl") if "event" not in row]
+    memory = [folder / "memory.jsonl", *folder.glob("ranks/memory_*.jsonl")]  # rank 0, and the others
     figures = {
         "reward": _reward(metrics),
         "kl": _kl(metrics),
         "loss": _loss(metrics),
-        "memory": _memory(read_jsonl(folder / "memory.jsonl")),
+        "memory": _memory([row for path in memory for row in read_jsonl(path)]),
         "throughput": _throughput(read_jsonl(folder / "timing.jsonl")),
     }
     run = _describe(folder)
@@ -60,14 +63,11 @@ def _describe(folder: Path) -> str:
     if not path.exists():
         return ""
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    stage = config["stage"]["name"]
-    if stage == "all":  # the parts of such a run live in folders named after their stage
-        stage = folder.resolve().name
-    return f"framework {config['framework']['name']}, stage {stage}, model {config['model']['name']}"
+    return ", ".join(f"{group} {config[group]['name']}" for group in ("framework", "stage", "model"))
 
 
 def _reward(rows: list[Row]) -> Figure | None:
-    """ppo: each rollout's mean and deviation, and the held-out prompts; rm: both answers of a pair, and the accuracy."""
+    """ppo: each rollout's mean and deviation, and held-out prompts; rm: both answers of a pair, and the accuracy."""
     if _has(rows, "reward/mean", "reward/heldout_mean"):
         figure, (axes,) = _panels("Reward", 1)
         _band(axes, rows, "reward/mean", "reward/std")
@@ -133,17 +133,18 @@ def _memory(rows: list[Row]) -> Figure | None:
     """The highest peak of each phase and role, over all steps and ranks, as nested bars from zero."""
     peaks: dict[str, dict[str, int]] = {}
     for row in rows:
-        place = peaks.setdefault(" · ".join(filter(None, (row["phase"], row["role"]))), {})
+        phase = "between phases" if row["phase"] == NONE else row["phase"]
+        place = peaks.setdefault(phase if row["role"] == NONE else f"{phase} · {row['role']}", {})
         for quantity in _QUANTITIES:
-            place[quantity] = max(place.get(quantity, 0), row.get(quantity) or 0)
+            place[quantity] = max(place.get(quantity, 0), row[quantity])
     if not peaks:
         return None
     figure, (axes,) = _panels("Peak memory by phase and role", 1)
     places = range(len(peaks))
-    for quantity, (label, colour, height) in _QUANTITIES.items():
+    on_cpu = all(len(set(peak.values())) == 1 for peak in peaks.values())  # the three are one there: resident memory
+    for quantity, (label, colour, height) in (_RESIDENT if on_cpu else _QUANTITIES).items():
         widths = [peak[quantity] / _GIB for peak in peaks.values()]
-        if any(widths):  # a CPU has no allocator to ask
-            axes.barh(places, widths, height=height, color=colour, label=label)
+        axes.barh(places, widths, height=height, color=colour, label=label)
     for place, peak in zip(places, peaks.values(), strict=True):
         axes.annotate(
             f"{max(peak.values()) / _GIB:.2f}", (max(peak.values()) / _GIB, place), (4, 0),

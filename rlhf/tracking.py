@@ -48,7 +48,7 @@ class Tracker:
         def send(run: Any) -> None:
             import wandb
 
-            columns = list(dict.fromkeys(key for row in rows for key in row))
+            columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
             table = wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
             run.log(self._row(step, {name: table}))
 
@@ -68,14 +68,18 @@ class Tracker:
         if not self._on:
             return
         final = {f"{self._stage}/final/{name}": value for name, value in summary.items()}
+
+        def end(run: Any) -> None:
+            run.summary.update(final)
+            run.finish(exit_code=int(failed))
+
         deadline = time.monotonic() + CLOSE_SECONDS
         try:
-            self._updates.put(lambda run: run.summary.update(final), timeout=CLOSE_SECONDS)
-            self._updates.put(lambda run: run.finish(exit_code=int(failed)), timeout=max(0, deadline - time.monotonic()))
-            self._updates.put(None, timeout=max(0, deadline - time.monotonic()))
-            self._thread.join(max(0, deadline - time.monotonic()))
+            for update in (end, None):
+                self._updates.put(update, timeout=max(0, deadline - time.monotonic()))
         except queue.Full:
             pass
+        self._thread.join(max(0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._give_up(f"it did not finish within {CLOSE_SECONDS:g} s")
         elif self._dropped:

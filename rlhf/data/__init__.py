@@ -25,7 +25,7 @@ Kind = Literal["sft", "preferences", "prompts"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is the prompt as it was written, for people and reward functions; `prompt_ids` include the chat template."""
+    """`text` is the prompt as written, for people and reward functions; `prompt_ids` include the chat template."""
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -55,7 +55,7 @@ ROW_TYPES = {"sft": Demonstration, "preferences": Preference, "prompts": Prompt}
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of the type that belongs to the kind. `dropped` counts by reason; those of a held-out source are `heldout/...`."""
+    """Rows of the kind's type. `dropped` counts by reason; the reasons of a held-out source are `heldout/...`."""
 
     train: list[Any]
     heldout: list[Any]
@@ -72,9 +72,10 @@ def load(
 ) -> Split:
     """Rows for training and held-out rows, encoded. With several ranks all of them call this, one as the builder.
 
-    The others wait until the builder's cache is there; without one (none configured, or on another machine's disk) they
-    encode for themselves. So a ConfigError is raised on every rank, and none waits for one that has gone. It is raised for
-    a source that is missing, malformed or empty, also after filtering, and for a tokenizer that does not fit the config.
+    The others wait until the builder's cache is there; without one (none configured, or on another machine's disk)
+    they encode for themselves. So a ConfigError is raised on every rank, and none waits for one that has gone. It is
+    raised for a source that is missing, malformed or empty, also after filtering, and for a tokenizer that does not
+    fit the config.
     """
     wait = barrier or (lambda: None)
     if not is_builder:
@@ -123,8 +124,7 @@ def _encoded(kind: Kind, setting: str, given: str, encoder: Encoder) -> cache.Ro
         name = cache.key(
             source=source.fingerprint(),
             tokenizer=cache.tokenizer_state(encoder.tokenizer),
-            template=encoder.tokenizer.chat_template,
-            use_template=config.use_chat_template,
+            use_chat_template=config.use_chat_template,
             system=config.system,
             columns=columns,
             lengths=[config.max_prompt_length, config.max_answer_length],
@@ -143,7 +143,7 @@ def _why_none(dropped: dict[str, int]) -> str:
 
 
 def _put_aside(rows: list[Encoded], fraction: float, seed: int, given: str) -> tuple[list[Encoded], list[Encoded]]:
-    """Rows for training and held-out rows, both in the source's order. A fraction above 0 puts at least one row aside."""
+    """Rows for training and held-out rows, both in the source's order. Any fraction above 0 puts a row aside."""
     count = max(1, round(fraction * len(rows))) if fraction > 0 else 0
     if count == len(rows):
         problem = f"{given} has {count} usable row(s), and data.heldout_fraction={fraction} leaves none for training."

@@ -1,4 +1,4 @@
-"""From rows to tensors: which rows make up a batch, padding, and packing. Masks come from positions, never from token ids."""
+"""From rows to tensors: order, padding and packing. Masks come from positions, never from token ids."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Answered(Protocol):
 class Order:
     """Which rows make up which global batch.
 
-    Batches are consecutive slices of an endless chain of epochs, each a permutation of all rows drawn from (seed, epoch).
-    So a batch may span two epochs, no row is left out, and the step alone is the position in the data.
+    Batches are consecutive slices of an endless chain of epochs, each a permutation of all rows drawn from
+    (seed, epoch). So a batch may span two epochs, no row is left out, and the step is the position in the data.
     """
 
     def __init__(self, rows: int, seed: int):
@@ -91,9 +91,9 @@ def _width(what: str, rows: Sequence[Sequence[int]], given: int | None) -> int:
 def pack(rows: Sequence[Answered], length: int, pad_id: int) -> dict[str, Tensor]:
     """Several documents (prompt and answer) in one row of `length`: first-fit, in the order given.
 
-    Returns what `collate` returns, each (packed rows, length) int64, and `segment_ids`: 0 for padding, otherwise the number
-    of the document in its row, from 1. Positions and attention must restart with each. Raises ValueError when a document
-    is longer than a row or has no prompt: its first token, which nothing predicts, would be an answer's.
+    Returns what `collate` returns, each (packed rows, length) int64, and `segment_ids`: 0 for padding, otherwise the
+    number of the document in its row, from 1. Positions and attention must restart with each. Raises ValueError when
+    a document is longer than a row or has no prompt: its first token, which nothing predicts, would be an answer's.
     """
     bins: list[list[Answered]] = []
     space: list[int] = []

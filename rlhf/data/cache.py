@@ -1,7 +1,7 @@
 """Encoded rows kept on disk between runs (A41).
 
-One file per source: the sha256 of the rest, then a parquet table. So whatever happened to the file, it is either what was
-written or it is built again. Files are written beside and renamed: processes that race write the same file twice.
+One file per source: the sha256 of the rest, then a parquet table. So whatever happened to the file, it is either what
+was written or it is built again. Files are written beside and renamed: processes that race write the same file twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Rows = tuple[list[Encoded], dict[str, int]]
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of all that the tokenizer saves: vocabulary, merges, special tokens, chat template. Its name is not enough."""
+    """Digest of all that the tokenizer saves: vocabulary, merges, special tokens, chat template; not of its name."""
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

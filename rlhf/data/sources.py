@@ -1,7 +1,7 @@
 """Where rows come from: .jsonl and .parquet files, folders of them, and data sets of the hub.
 
-Both kinds of source give `fingerprint()`, which changes when the content does, and `rows(columns)`: (place, values), where
-`place` is what a message calls the row (file:line) and `values` holds the columns asked for, checked.
+Both kinds of source give `fingerprint()`, which changes when the content does, and `rows(columns)`: (place, values),
+where `place` is what a message calls the row (file:line) and `values` holds the columns asked for, checked.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ class FileSource:
         self.setting, self.files = setting, files
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for file in self.files:
-            with file.open("rb") as opened:
-                digest.update(file.suffix.encode() + hashlib.file_digest(opened, "sha256").digest())
-        return digest.hexdigest()
+        return _digest(self.files)
 
     def rows(self, columns: list[str]) -> list[Row]:
         """Raises ConfigError with the place of every row that cannot be read, up to 20 of them."""
@@ -51,50 +47,53 @@ class FileSource:
 
 
 class HubSource:
-    """`name`, `name:config` or `name:config:split`. Without a split it is `train`; datasets' slices (`test[:500]`) work too.
+    """`name`, `name:config` or `name:config:split`; the split is `train` when left out, and may be a slice: `test[:9]`.
 
-    The name may also be a local folder laid out like a hub data set.
+    With a config, the name may also be a local folder laid out like a hub data set.
     """
 
     def __init__(self, setting: str, given: str, tried: list[Path]):
         # Imported here: it takes longer than reading most files, and only hub data needs it.
+        import datasets.config
         from datasets import Dataset, load_dataset
 
         self.setting, self.given = setting, given
         name, _, rest = given.partition(":")
         config, _, split = rest.partition(":")
         local = next((path for path in _candidates(name) if path.is_dir()), None)
+        # `datasets` keys its cache on a hub data set's commit, but not on the content of a local folder.
+        self.content = _digest(sorted(path for path in local.rglob("*") if path.is_file())) if local else ""
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / self.content
         try:
-            data = load_dataset(str(local or name), config or None, split=split or "train")
+            data = load_dataset(str(local or name), config or None, split=split or "train", cache_dir=str(folder))
         # Whatever goes wrong in there (network, name, config, split, damaged files) has a type of its own.
         except Exception as error:
-            looked = "" if local else f"There is no such file or folder ({_listed(tried)}), and as a hub data set "
-            raise ConfigError(
-                [f"{setting}={given} cannot be loaded. {looked}{type(error).__name__}: {error}"]
-            ) from error
+            looked = (
+                "" if local else f"There is no such file or folder (tried {_listed(tried)}), and as a hub data set: "
+            )
+            problem = f"{setting}={given} cannot be loaded. {looked}{type(error).__name__}: {error}"
+            raise ConfigError([problem]) from error
         assert isinstance(data, Dataset)
         self.data = data
 
     def fingerprint(self) -> str:
-        return self.data._fingerprint
+        return self.content + self.data._fingerprint
 
     def rows(self, columns: list[str]) -> list[Row]:
         _require(columns, self.data.column_names, self.setting, self.given)
-        places = (
-            (f"{self.given} row {n}", dict(values)) for n, values in enumerate(self.data.select_columns(columns), 1)
-        )
+        selected = enumerate(self.data.select_columns(columns), 1)
         problems: list[str] = []
-        rows = list(_checked(places, problems))
+        rows = list(_checked(((f"{self.given} row {n}", dict(values)) for n, values in selected), problems))
         _raise_if(problems)
         return rows
 
 
 def locate(setting: str, given: str) -> FileSource | HubSource:
-    """`setting` is the field that names the source, for messages. Raises ConfigError when there is nothing to be found."""
+    """`setting` is the field that names the source, for messages. Raises ConfigError when nothing is there."""
     candidates = _candidates(given)
     found = next((path for path in candidates if path.exists()), None)
     if found is None:
-        if Path(given).suffix in SUFFIXES or given.startswith((".", "/", "~")):
+        if _is_path(given):
             tried = _listed(candidates)
             raise ConfigError(
                 [f"{setting}={given} does not exist (tried {tried}). Write the path of a file or folder."]
@@ -114,9 +113,24 @@ def locate(setting: str, given: str) -> FileSource | HubSource:
     return FileSource(setting, files)
 
 
+def _is_path(given: str) -> bool:
+    """Whether it cannot be the name of a hub data set, which is `name` or `owner/name`."""
+    return ":" not in given and (
+        Path(given).suffix in SUFFIXES or given.startswith((".", "/", "~")) or given.count("/") > 1
+    )
+
+
 def _candidates(given: str) -> list[Path]:
     path = Path(given).expanduser()
     return [path] if path.is_absolute() else list(dict.fromkeys((Path.cwd() / path, REPOSITORY / path)))
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(file.suffix.encode() + hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _json_rows(file: Path, columns: list[str], problems: list[str]) -> Iterator[Row]:
@@ -135,7 +149,7 @@ def _json_rows(file: Path, columns: list[str], problems: list[str]) -> Iterator[
                 continue
             if not isinstance(values, dict):
                 problems.append(
-                    f"{place}: this line holds a {type(values).__name__}; every line must be an object {{...}}."
+                    f"{place}: this line holds {type(values).__name__}; every line must be an object {{...}}."
                 )
                 continue
             names.update(values)
@@ -180,7 +194,7 @@ def _wrong_type(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return None if _is_unicode(value or "") else "holds half of a surrogate pair, which is no character"
     if not isinstance(value, list):
-        return f"holds a {type(value).__name__}; it must be text or a list of messages"
+        return f"holds {type(value).__name__}; it must be text or a list of messages"
     for message in value:
         if not isinstance(message, dict) or not all(_is_unicode(message.get(key)) for key in ("role", "content")):
             return f"holds a list in which {str(message)[:60]!r} is not a message with the texts 'role' and 'content'"
@@ -199,7 +213,8 @@ def _require(columns: list[str], there: list[str], setting: str, place: str) -> 
 
 
 def _no_column(place: str, column: str, there: Iterable[str]) -> str:
-    return f"{place} has no column {column!r}; it has: {_listed(sorted(there)) or 'none'}. Set data.*_column to the right names."
+    names = _listed(sorted(there)) or "none"
+    return f"{place} has no column {column!r}; it has: {names}. Set data.*_column to the right name."
 
 
 def _raise_if(problems: list[str]) -> None:

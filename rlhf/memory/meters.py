@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,60 +97,78 @@ def nvml_name(cuda_uuid: str, visible: str, cards: Mapping[str, Sequence[MigInst
     return cards[card][0].uuid
 
 
-class Nvml:
-    """Bytes in use on one card, or slice of one, beyond those at construction.
+class Cards(NamedTuple):
+    """Every card and slice that NVML shows, with what was in use when it was looked at."""
 
-    Construct it before CUDA starts, or the CUDA context is taken for something that was there already.
-    Raises pynvml.NVMLError without a driver, LookupError where NVML does not know the device.
+    handles: dict[str, Any]
+    slices: dict[str, list[MigInstance]]
+    in_use_bytes: dict[str, int]
+
+
+@cache
+def cards_at_start() -> Cards:
+    """Looks at all cards, once per process: later calls return the same.
+
+    All, because only CUDA can tell which one is ours, and asking starts it. Raises pynvml.NVMLError without a driver.
     """
+    if torch.cuda.is_initialized():
+        logger.warning("CUDA was started before memory was looked at: its context does not count as used.")
+    pynvml.nvmlInit()
+    cards = Cards({}, {}, {})
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        card = pynvml.nvmlDeviceGetUUID(handle)
+        cards.handles[card] = handle
+        cards.slices[card] = []
+        for instance, part in slices_of(handle):
+            cards.handles[instance.uuid] = part
+            cards.slices[card].append(instance)
+    cards.in_use_bytes.update({uuid: in_use_bytes(handle) for uuid, handle in cards.handles.items()})
+    return cards
 
-    def __init__(self, device: torch.device):
-        pynvml.nvmlInit()
-        self._handles: dict[str, Any] = {}
-        cards = {}
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            card = pynvml.nvmlDeviceGetUUID(handle)
-            self._handles[card] = handle
-            cards[card] = self._instances(handle)
-        # Which of them is ours only CUDA can tell, and asking starts it: so note what every one has in use first.
-        before = {uuid: in_use_bytes(handle) for uuid, handle in self._handles.items()}
-        if torch.cuda.is_initialized():
-            logger.warning("CUDA was started before the memory monitor: its context does not count as used.")
-        own = torch.cuda.memory_reserved(device)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        self.name = nvml_name(str(torch.cuda.get_device_properties(device).uuid), visible, cards)
-        self._handle = self._handles[self.name]
-        self._start_bytes = before[self.name] - own
 
-    def _instances(self, card: Any) -> list[MigInstance]:
+def slices_of(card: Any) -> Iterator[tuple[MigInstance, Any]]:
+    try:
+        slots = pynvml.nvmlDeviceGetMaxMigDeviceCount(card)
+    except pynvml.NVMLError:  # a card without MIG
+        return
+    for slot in range(slots):
         try:
-            slots = pynvml.nvmlDeviceGetMaxMigDeviceCount(card)
-        except pynvml.NVMLError:  # a card without MIG
-            return []
-        instances = []
-        for slot in range(slots):
-            try:
-                handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, slot)
-            except pynvml.NVMLError:  # an empty slot
-                continue
-            uuid = pynvml.nvmlDeviceGetUUID(handle)
-            self._handles[uuid] = handle
-            instances.append(
-                MigInstance(
-                    uuid,
-                    pynvml.nvmlDeviceGetGpuInstanceId(handle),
-                    pynvml.nvmlDeviceGetComputeInstanceId(handle),
-                )
-            )
-        return instances
-
-    def used_bytes(self) -> int:
-        return max(0, in_use_bytes(self._handle) - self._start_bytes)
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, slot)
+        except pynvml.NVMLError:  # an empty slot
+            continue
+        gpu_instance = pynvml.nvmlDeviceGetGpuInstanceId(part)
+        compute_instance = pynvml.nvmlDeviceGetComputeInstanceId(part)
+        yield MigInstance(pynvml.nvmlDeviceGetUUID(part), gpu_instance, compute_instance), part
 
 
 def in_use_bytes(handle: Any) -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def note_start() -> None:
+    """Call it before CUDA starts in this process, so that the CUDA context counts as used (A54)."""
+    try:
+        cards_at_start()
+    except pynvml.NVMLError:
+        pass  # no driver: nothing to note on CPU, and on CUDA the meter says so
+
+
+class Nvml:
+    """Bytes in use on one card, or slice of one, beyond those at the start.
+
+    Raises pynvml.NVMLError without a driver, LookupError where NVML does not know the device.
+    """
+
+    def __init__(self, device: torch.device):
+        cards = cards_at_start()
+        cuda_uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self.name = nvml_name(cuda_uuid, os.environ.get("CUDA_VISIBLE_DEVICES", ""), cards.slices)
+        self._handle = cards.handles[self.name]
+        self._start_bytes = cards.in_use_bytes[self.name]
+
+    def used_bytes(self) -> int:
+        return max(0, in_use_bytes(self._handle) - self._start_bytes)
 
 
 class CudaMeter:

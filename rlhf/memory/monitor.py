@@ -69,7 +69,7 @@ def add_span(spans: Spans, span: Span) -> None:
 
 
 class Monitor:
-    """Construct it before CUDA starts, so that the CUDA context counts as used, and close it whatever happens.
+    """Close it whatever happens. On CUDA, construct it or call `meters.note_start` before CUDA starts.
 
     What happens while no phase is open is kept under the phase "-". Seconds, like peaks, belong to the innermost
     phase alone, so they add up. Not for use by several threads.

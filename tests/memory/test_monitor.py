@@ -88,6 +88,7 @@ def test_a_peak_is_charged_to_the_innermost_phase(tmp_path, meter):
     assert peak(monitor, "update", "actor") == 800
     assert monitor.open_phase() == ("-", None)
     meter.hold(30)
+    assert monitor.allocated_bytes() == 30
     assert peak(monitor, "-") == 30
     monitor.close()
 

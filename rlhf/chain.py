@@ -77,7 +77,8 @@ def close(config: Config, folder: Path, status: str, seconds: float) -> None:
 def summarise(config: Config, folder: Path) -> None:
     """Write <folder>/result.json for a run of several stages: the last stage's, with these put over it.
 
-    `status` is the worst, `wall_seconds` the sum, `metrics` those of all stages, and `stages` holds each one's result.
+    `status` is the worst, `wall_seconds` the sum, `stages` holds each stage's result, and `metrics` those of all. Of a
+    name that several have, such as heldout_loss, `metrics` holds the first stage's.
     """
     results = dict[str, dict[str, Any]]()
     for stage in config.stages:
@@ -90,7 +91,7 @@ def summarise(config: Config, folder: Path) -> None:
     statuses = [found["status"] for found in results.values()] + ([] if complete else ["interrupted"])
     metrics = dict[str, Any]()
     for found in results.values():
-        metrics |= found["metrics"]
+        metrics = found["metrics"] | metrics
     last = list(results.values())[-1]
     over = {
         "status": max(statuses, key=STATUSES.index),

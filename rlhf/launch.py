@@ -235,10 +235,8 @@ def _run_joined(config: Config, folder: Path, place: Joined) -> int:
         begin = time.monotonic()
         try:
             worker.main(str(home))
-        except SystemExit as leaving:
+        except SystemExit as leaving:  # not on success
             assert isinstance(leaving.code, int)
-            code = leaving.code
-        if code != OK:
-            stopped = code if code > 128 else 0
-            return conclude(config.for_stage(stage), home, code, time.monotonic() - begin, stopped)
+            stopped = leaving.code if leaving.code > 128 else 0
+            return conclude(config.for_stage(stage), home, leaving.code, time.monotonic() - begin, stopped)
     return OK

@@ -61,10 +61,7 @@ def in_gib(size_bytes: int) -> float:
 
 
 def visible_gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would show, by NVML; none without a driver. `visible` is CUDA_VISIBLE_DEVICES.
-
-    CUDA's own reading of it: indices or UUID prefixes, in this order, up to the first that does not exist.
-    """
+    """The GPUs that CUDA would show, by NVML; none without a driver. `visible` is CUDA_VISIBLE_DEVICES."""
     import pynvml
 
     try:
@@ -73,39 +70,51 @@ def visible_gpus(visible: str | None) -> tuple[Gpu, ...]:
         return ()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        chosen = handles if visible is None else _chosen(handles, visible)
-        return tuple(_gpu(handle) for handle in chosen)
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        chosen = list(range(len(handles))) if visible is None else selected(visible, uuids)
+        return tuple(_gpu(handles[item] if isinstance(item, int) else _mig_slice(item)) for item in chosen)
+    except pynvml.NVMLError:  # e.g. a slice that is not there
+        return ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _chosen(handles: list, visible: str) -> list:
-    import pynvml
+def selected(visible: str, uuids: list[str]) -> list[int | str]:
+    """How CUDA reads CUDA_VISIBLE_DEVICES where the driver lists the GPUs `uuids`: positions, and UUIDs of MIG slices.
 
-    chosen = []
+    Entries are positions or beginnings of UUIDs; the first that is none, or comes a second time, ends the list.
+    """
+    chosen = list[int | str]()
     for entry in (entry.strip() for entry in visible.split(",")):
         if entry.startswith("MIG-"):
-            try:
-                found = [pynvml.nvmlDeviceGetHandleByUUID(entry)]
-            except pynvml.NVMLError:
-                found = []
+            found: list[int | str] = [entry]
         elif entry.startswith("GPU-"):
-            found = [handle for handle in handles if _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+            found = [position for position, uuid in enumerate(uuids) if uuid.startswith(entry)]
         else:
-            found = handles[int(entry) : int(entry) + 1] if entry.isdecimal() else []
+            found = [int(entry)] if entry.isdecimal() and int(entry) < len(uuids) else []
         if len(found) != 1 or found[0] in chosen:
             break
         chosen += found
     return chosen
 
 
+def _mig_slice(uuid: str):
+    import pynvml
+
+    return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+
 def _gpu(handle) -> Gpu:
     import pynvml
 
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    try:  # a slice has memory of its own, the rest is its GPU's
+        whole = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    except pynvml.NVMLError:
+        whole = handle
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
     return Gpu(
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        name=_text(pynvml.nvmlDeviceGetName(whole)),
         memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
         compute_capability=major + minor / 10,
     )

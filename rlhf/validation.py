@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -29,14 +29,15 @@ def groups(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"{name} is missing; write {_suggestion((name,), {})}")
             continue
         model: Any = field.annotation
+        constrained: Any = Annotated[model, field]
         if name == "stage":
             stage = given[name].get("name") if isinstance(given[name], dict) else None
             if stage not in STAGES:
                 problems.append(f"stage.name={_shown(stage)} is not a stage; write one of stage={', '.join(STAGES)}")
                 continue
-            model = STAGES[stage]
+            model = constrained = STAGES[stage]
         try:
-            valid[name] = TypeAdapter(model).validate_python(given[name])
+            valid[name] = TypeAdapter(constrained).validate_python(given[name])
         except ValidationError as error:
             problems += _sentences(error, name, model, given)
     return valid, problems
@@ -162,7 +163,11 @@ def _suggestion(path: tuple[str, ...], schema: dict[str, Any]) -> str:
         return f"{'.'.join(path)}={' or '.join(map(_shown, schema['enum']))}"
     if len(path) == 1 and (CONF / path[0]).is_dir():
         return f"{path[0]}=<one of {', '.join(sorted(file.stem for file in (CONF / path[0]).glob('*.yaml')))}>"
-    return f"e.g. {'.'.join(path)}={_shown(_example(path))}"
+    example = _example(path)
+    if example is None:
+        kind = schema.get("type") or next(part.get("type") for part in schema["anyOf"])
+        example = {"string": "<text>", "array": "[...]"}.get(kind, 1)
+    return f"e.g. {'.'.join(path)}={_shown(example)}"
 
 
 def _example(path: tuple[str, ...]) -> Any:
@@ -174,7 +179,7 @@ def _example(path: tuple[str, ...]) -> Any:
     for file in files or [CONF / "train.yaml"]:
         value = OmegaConf.select(OmegaConf.load(file), ".".join(keys if files else path))
         if value is not None:
-            return value
+            return OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
     return None
 
 

@@ -150,7 +150,7 @@ def test_hub_data_set_with_config_and_split(hub_folder):
     assert rows[2][0] == f"{hub_folder}:full:train[:3] row 3"
 
 
-def test_hub_fingerprint_follows_content(hub_folder):
+def test_hub_folder_follows_content(hub_folder):
     def fingerprint(given: str) -> str:
         return locate("data.sft", f"{hub_folder}:{given}").fingerprint()
 
@@ -159,6 +159,7 @@ def test_hub_fingerprint_follows_content(hub_folder):
     assert len({first, fingerprint("small"), fingerprint("full:test")}) == 3
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:4]), Path(hub_folder) / "full/train.parquet")
     assert fingerprint("full") != first
+    assert len(read(f"{hub_folder}:full")) == 4
 
 
 def test_hub_problems(hub_folder, monkeypatch):

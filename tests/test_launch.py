@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -207,6 +208,36 @@ def test_an_error_on_one_node_ends_the_other(tmp_path: Path) -> None:
     assert 0 not in codes and 7 in codes
     assert [(e["rank"], e["type"]) for e in failures.errors(tmp_path)] == [(1, "exit code 7")]
     assert not any(map(alive, pids(tmp_path, 2)))
+
+
+def train(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """train.py itself: SFT of the tiny model on two ranks and eight rows."""
+    folder.mkdir()
+    rows = [{"prompt": f"Say {word}.", "answer": word} for word in "abcdefgh"]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"""stage=sft model=tiny precision=fp32 hardware=cpu hardware.devices=2 wandb.mode=disabled
+        data.sft={folder / "rows.jsonl"} data.sft_heldout=null data.heldout_fraction=0.25 data.cache=null
+        stage.total_batch=4 stage.micro_batch=2 stage.warmup_steps=0 stage.epochs=2
+        hydra.run.dir={folder}""".split()
+    program = [sys.executable, *launcher, str(HERE.parent / "train.py"), *given, *overrides]
+    env = launch.environment(hardware()) | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(program, env=env, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_joined_ranks_train_as_our_own(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ours, theirs = train(tmp_path / "ours"), train(tmp_path / "theirs", launcher=torchrun)
+    assert (ours.returncode, theirs.returncode) == (0, 0), ours.stderr + theirs.stderr
+    metrics = (tmp_path / "ours" / "metrics.jsonl").read_text()
+    assert len(metrics.splitlines()) >= 3
+    assert (tmp_path / "theirs" / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_ranks_config_error_leaves_as_the_parents_own(tmp_path: Path) -> None:
+    refused = train(tmp_path / "run", "data.max_prompt_length=1")
+    assert refused.returncode == 2
+    assert "The configuration is refused:" in refused.stderr and "gives no rows" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from rlhf import data, distributed, failures, frameworks  # noqa: E402
+from rlhf.memory import meters  # noqa: E402
 from rlhf.memory.monitor import Monitor  # noqa: E402
 from rlhf.metrics import Recorder  # noqa: E402
 from rlhf.models.build import load_tokenizer, local_source  # noqa: E402
@@ -90,6 +91,8 @@ class Run:
 
 
 def pick_device(config: Config) -> torch.device:
+    """Also notes what the card holds before this process touches it, so that the CUDA context counts as ours (A54)."""
+    meters.note_start()
     if config.hardware.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         return torch.device("cpu")

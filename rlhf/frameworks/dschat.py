@@ -23,6 +23,8 @@ from rlhf.frameworks import Engine, EngineFramework, Frozen, Loss, MicroBatch, O
 from rlhf.frameworks.gradients import GradientWatch
 
 deepspeed_logger.setLevel(logging.ERROR)
+# A CPU all-reduce for inference that DeepSpeed would compile at first use; gloo does here.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class DeepSpeedChat(EngineFramework):

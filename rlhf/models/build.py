@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rlhf.config import Config, ConfigError, LoraConfig, ModelConfig
 from rlhf.models import families
+from rlhf.models.export import merged_tensors, write_folder
 from rlhf.models.heads import Fp32Head, PolicyModel, ScalarModel
 from rlhf.models.tiny_tokenizer import build_tiny_tokenizer
 
@@ -50,10 +51,9 @@ def local_source(config: ModelConfig, cache: Path, is_builder: bool, barrier: Ca
 
 def _convert_gguf(source: str, gguf_file: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the weights are plain from here on
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(folder)
+    del model.config.quantization_config  # the weights are plain from here on
+    tensors = dict(merged_tensors(model, lambda parameters: nullcontext()))
+    write_folder(model, tensors, AutoTokenizer.from_pretrained(source, gguf_file=gguf_file), folder)
     (folder / "whole").touch()  # last, so that an interrupted conversion is done again
 
 
@@ -70,7 +70,7 @@ def load_tokenizer(config: ModelConfig, source: str | None):
     problems = []
     for role in ("eos_token", "pad_token"):
         token = getattr(config, role)
-        if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+        if token is not None and token not in tokenizer.get_vocab():
             problems.append(f"model.{role}={token!r} is not in the vocabulary of {config.name}; write a token that is")
         elif token is not None:
             setattr(tokenizer, role, token)

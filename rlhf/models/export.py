@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -21,10 +22,8 @@ from rlhf.models.heads import _Wrapped
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
 
 
-def _merged_tensors(model: nn.Module, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(model: nn.Module, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
     """(name in the plain model, whole tensor on the host) with LoRA merged in. Collective; tied tensors come once."""
-    from peft.tuners.lora import LoraLayer
-
     deltas = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -47,19 +46,24 @@ def save_model(wrapped: _Wrapped, gathered: Gathered, tokenizer, folder: Path) -
     """
     model = wrapped.transformers_model
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _merged_tensors(model, gathered):
+    for name, tensor in merged_tensors(model, gathered):
         if distributed.rank() == 0:
             tensors[name] = tensor
     if distributed.rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
-        _check_shapes(tensors, folder)
+        write_folder(model, tensors, tokenizer, folder)
     distributed.barrier()
+
+
+def write_folder(model: nn.Module, tensors: dict[str, Tensor], tokenizer, folder: Path) -> None:
+    """Writes `tensors` under the architecture of `model`; on one rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
+    _check_shapes(tensors, folder)
 
 
 def _check_shapes(tensors: dict[str, Tensor], folder: Path) -> None:

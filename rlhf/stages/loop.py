@@ -95,8 +95,8 @@ class Loop:
         run.recorder.time(done, {"seconds": seconds, **rates})
         if stage.save_every and done % stage.save_every == 0 and done < self.steps:
             self.save(done)
-        for warning in run.monitor.boundary(done):
-            run.recorder.event(done, "memory_warning", message=warning)
+        for warning in run.monitor.boundary(done, tokens=run.tokens):
+            run.recorder.event(done, "memory_warning", repeatable=False, message=warning)
             run.note(warning)
         run.recorder.memory(done, run.monitor.peaks())
         progress.advance(done, self.headline, run.monitor.allocated_bytes())

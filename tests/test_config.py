@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rlhf import validation
 from rlhf.config import AllConfig, Config, ConfigError, PpoConfig, RmConfig, SftConfig, from_yaml, parse, to_yaml
 from rlhf.joined import Joined
-from tests.configs import CPU, ROOT, composed, machine, options, parsed, problems
+from tests.configs import CPU, ROOT, composed, machine, options, parsed, plain, problems, with_option
 
 GROUPS = ("framework", "stage", "zero", "lora", "precision", "hardware", "model", "data", "reward")
 
@@ -53,7 +53,8 @@ def test_the_defaults_can_run():
             "stage.betas=[0.9] is not a list of 2 values, each a number at least 0 and below 1; "
             "write e.g. stage.betas=[0.9,0.95]",
         ),
-        ("stage.weight_decay=inf", "stage.weight_decay=inf is not a number at least 0; write e.g. stage.weight_decay=0.0"),
+        ("lora.rank=inf", "lora.rank=inf is not a positive whole number; write e.g. lora.rank=16"),
+        ("lora.alpha=nan", "lora.alpha=nan is not a positive number or null; write e.g. lora.alpha=1"),
         ("stage.rm.epochs=0", "stage.rm.epochs=0 is not a positive whole number; write e.g. stage.rm.epochs=1"),
         ("stage.name=dpo", "stage.name=dpo is not a stage; write one of stage=sft, rm, ppo, all"),
         (

@@ -10,7 +10,7 @@ import pytest
 from rlhf import rules
 from rlhf.config import parse
 from rlhf.joined import Joined
-from tests.configs import CPU, composed, machine, options, parsed, problems
+from tests.configs import CPU, composed, machine, options, parsed, plain, problems, refusals, with_option
 
 BEFORE_AMPERE = {"v100_16g_x8", "v100_32g_x8", "t4_16g_x1"}
 
@@ -18,10 +18,11 @@ BEFORE_AMPERE = {"v100_16g_x8", "v100_32g_x8", "t4_16g_x1"}
 def test_bf16_on_every_machine_of_conf_hardware():
     refused = set()
     machines = options("hardware")
+    # A batch that fits any number of ranks: only precision is of interest.
+    base = plain(composed("stage=sft", "stage.total_batch=null", "stage.accumulation=1"))
     for name, precision in product(machines, options("precision")):
-        # Batches that fit any number of ranks: only precision is of interest.
-        found = problems(f"hardware={name}", f"precision={precision}", "stage=sft", "stage.total_batch=null",
-                         "stage.accumulation=1", training=False)  # fmt: skip
+        cfg = with_option(with_option(base, "hardware", name), "precision", precision)
+        found = refusals(cfg, training=False)
         if found:
             assert len(found) == 1 and "needs compute capability 8.0" in found[0] and "precision=fp16" in found[0]
             refused.add((name, precision))
@@ -37,15 +38,16 @@ def test_bf16_on_the_machine_found():
 
 def test_offload_with_every_zero_stage():
     refused = []
-    for zero, optimizer, parameters, gather in product("0123", *[("false", "true")] * 3):
-        found = problems(f"zero={zero}", f"zero.offload_optimizer={optimizer}", f"zero.offload_parameters={parameters}",
-                         f"zero.gather_for_generation={gather}")  # fmt: skip
-        wrong = (
-            (parameters == "true" and zero != "3")
-            + (optimizer == "true" and zero == "0")
-            + (gather == "true" and zero != "3")
-        )
-        assert len(found) == wrong
+    base = plain(composed("stage=sft"))
+    for zero, (optimizer, parameters, gather) in product("0123", product((False, True), repeat=3)):
+        cfg = with_option(base, "zero", zero)
+        cfg["zero"] |= {
+            "offload_optimizer": optimizer,
+            "offload_parameters": parameters,
+            "gather_for_generation": gather,
+        }
+        found = refusals(cfg)
+        assert len(found) == (parameters and zero != "3") + (optimizer and zero == "0") + (gather and zero != "3")
         refused += [found] if found else []
     assert len(refused) == 7 + 6 + 6 + 0
 
@@ -112,9 +114,10 @@ def test_lora_targets_that_match_nothing():
     assert "query_key_value" in sentence and "q_proj, k_proj, v_proj" in sentence
     assert problems("lora=off", "lora.targets=[query_key_value]") == []
     shapes = 0
+    base = plain(composed("stage=sft"))
     for model, targets in product(options("model"), ("qkv", "all")):
         shapes += 1
-        assert problems(f"model={model}", "stage=sft", f"lora={targets}", training=False) == []
+        assert refusals(with_option(with_option(base, "model", model), "lora", targets), training=False) == []
     assert shapes >= 60
 
 

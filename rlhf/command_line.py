@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
 from rlhf import hydra_choices as hydra_choices  # importing it is what makes zero=2 work, also in submitit's jobs
 from rlhf.config import ConfigError
 from rlhf.joined import Joined, joined, without_local_rank
@@ -29,8 +32,8 @@ def run(main: Callable[[], None]) -> int:
         main()
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # main() lets none of its own through: the configuration could not be composed
-        if wants_traceback:
+    except (HydraException, OmegaConfBaseException, ValueError, ConfigError) as error:
+        if wants_traceback:  # main() lets no exception of its own through: this is about composing
             raise
         return refuse(error)
     return 0

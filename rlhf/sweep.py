@@ -1,4 +1,7 @@
-"""The table at the end of a sweep. Cells may have run in other processes, so it is read from their folders."""
+"""The table at the end of a sweep. Cells may have run in other processes, so it is read from their folders.
+
+`python -m rlhf.sweep <folder>` prints it again, or for a sweep that was stopped.
+"""
 
 from __future__ import annotations
 
@@ -87,33 +90,39 @@ def _number(value: Any) -> str:
 
 
 class SweepTable(Callback):
-    """At the end of a sweep: prints the table, writes sweep.json and sweep.md, exits with 1 when any cell failed."""
+    """At the end of a sweep: prints the table, writes sweep.json and sweep.md, exits with 1 unless every cell is ok."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         # Asked for now, the sweep's folder has one and the same time in its name for the sweeper and for us.
         self.folder = Path(config.hydra.sweep.dir).absolute()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        cells = read_cells(self.folder)
-        heads, lines = rows(cells)
-        (self.folder / "sweep.json").write_text(json.dumps({"cells": [asdict(cell) for cell in cells]}, indent=2))
-        (self.folder / "sweep.md").write_text(markdown(heads, lines))
-        self._print(heads, lines)
-        if any(cell.status != "ok" for cell in cells):
+        if not report(self.folder):
             sys.exit(1)
 
-    def _print(self, heads: list[str], lines: list[list[str]]) -> None:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(*heads, title=str(self.folder))
-        for line in lines:
-            table.add_row(*(Text(text) for text in line))  # overrides have brackets, which rich would take for markup
-        console = Console()
-        if not console.is_terminal:
-            console.width = 200  # a file or a pipe
-        console.print(table)
+def report(folder: Path) -> bool:
+    """Print the table of a sweep's folder, write sweep.json and sweep.md there; returns whether every cell is ok."""
+    cells = read_cells(folder)
+    heads, lines = rows(cells)
+    (folder / "sweep.json").write_text(json.dumps({"cells": [asdict(cell) for cell in cells]}, indent=2))
+    (folder / "sweep.md").write_text(markdown(heads, lines))
+    _print(str(folder), heads, lines)
+    return all(cell.status == "ok" for cell in cells)
+
+
+def _print(title: str, heads: list[str], lines: list[list[str]]) -> None:
+    from rich.console import Console  # train.py imports this module, and has to start fast
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*heads, title=title)
+    for line in lines:
+        table.add_row(*(Text(text) for text in line))  # overrides have brackets, which rich would take for markup
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe
+    console.print(table)
 
 
 def markdown(heads: list[str], lines: list[list[str]]) -> str:
@@ -123,3 +132,7 @@ def markdown(heads: list[str], lines: list[list[str]]) -> str:
 
 def _in_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.exit(0 if report(Path(sys.argv[1])) else 1)

@@ -88,6 +88,14 @@ def bf16(precision: PrecisionConfig, hardware: HardwareConfig) -> Sentences:
         )
 
 
+def fp16(precision: PrecisionConfig, hardware: HardwareConfig) -> Sentences:
+    if precision.dtype == "fp16" and hardware.device == "cpu":
+        yield (
+            f"precision=fp16 needs a GPU, which hardware={hardware.name} has not: DeepSpeed does not train in fp16 on "
+            "a CPU; write precision=bf16 or precision=fp32"
+        )
+
+
 def offload(zero: ZeroConfig) -> Sentences:
     if zero.offload_parameters and zero.zero_stage != 3:
         yield f"zero.offload_parameters=true needs ZeRO-3, and zero_stage is {zero.zero_stage}; write zero=3"
@@ -263,6 +271,7 @@ RULES = (
     rollout_batch,
     adaptive_kl,
     bf16,
+    fp16,
     offload,
     named_hardware_is_here,
     launcher,

@@ -15,7 +15,7 @@ from tests.configs import CPU, composed, machine, options, parsed, plain, proble
 BEFORE_AMPERE = {"v100_16g_x8", "v100_32g_x8", "t4_16g_x1"}
 
 
-def test_bf16_on_every_machine_of_conf_hardware():
+def test_precision_on_every_machine_of_conf_hardware():
     refused = set()
     machines = options("hardware")
     # A batch that fits any number of ranks: only precision is of interest.
@@ -24,16 +24,21 @@ def test_bf16_on_every_machine_of_conf_hardware():
         cfg = with_option(with_option(base, "hardware", name), "precision", precision)
         found = refusals(cfg, training=False)
         if found:
-            assert len(found) == 1 and "needs compute capability 8.0" in found[0] and "precision=fp16" in found[0]
+            cause, cure = {
+                "bf16": ("needs compute capability 8.0", "write precision=fp16"),
+                "fp16": ("needs a GPU", "write precision=bf16"),
+            }[precision]
+            assert len(found) == 1 and cause in found[0] and cure in found[0]
             refused.add((name, precision))
     assert len(machines) >= 18
-    assert refused == {(name, "bf16") for name in BEFORE_AMPERE}
+    assert refused == {(name, "bf16") for name in BEFORE_AMPERE} | {(name, "fp16") for name in ("auto", "cpu")}
 
 
 def test_bf16_on_the_machine_found():
     assert "7.0" in problems(on=machine(gpus=1, compute_capability=7.0))[0]
     assert problems(on=machine(gpus=1, compute_capability=8.0)) == []
     assert problems("hardware=cpu", on=machine(gpus=1, compute_capability=7.0)) == []
+    assert problems("precision=fp16", on=machine(gpus=1, compute_capability=7.0)) == []
 
 
 def test_offload_with_every_zero_stage():

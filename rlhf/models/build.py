@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rlhf.config import Config, ConfigError, LoraConfig, ModelConfig
@@ -121,20 +122,41 @@ def _build(auto_class, config: Config, source: str | None, hf_config, seed: int,
     dtype = DTYPES[config.precision.dtype]
     with _seeded(seed):
         if config.model.random_init:
-            # under ZeRO-3 the weights are partitioned as they are made, wherever that is
-            with torch.device(device):
-                return auto_class.from_config(hf_config, dtype=dtype), {}
-        # straight to the GPU, so that N ranks do not hold N copies in host memory (A03)
-        straight = device.type == "cuda" and not is_deepspeed_zero3_enabled()
-        return auto_class.from_pretrained(
-            source,
-            config=hf_config,
-            device_map={"": device} if straight else None,
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=config.model.trust_remote_code,
-            use_safetensors=True,
-        )
+            model, info = _with_random_weights(auto_class, hf_config, dtype, device), {}
+        else:
+            # straight to the GPU, so that N ranks do not hold N copies in host memory (A03)
+            straight = device.type == "cuda" and not is_deepspeed_zero3_enabled()
+            model, info = auto_class.from_pretrained(
+                source,
+                config=hf_config,
+                device_map={"": device} if straight else None,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=config.model.trust_remote_code,
+                use_safetensors=True,
+            )
+    if is_deepspeed_zero3_enabled():
+        _restore_frequencies(model)
+    return model, info
+
+
+def _with_random_weights(auto_class, hf_config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The same weights with and without ZeRO-3, which partitions them as they are made."""
+    with torch.device(device):
+        if is_deepspeed_zero3_enabled():
+            return auto_class.from_config(hf_config, dtype=dtype)
+        with no_init_weights():  # as ZeRO-3 does: torch's own initialisation would draw random numbers first
+            model = auto_class.from_config(hf_config, dtype=dtype)
+        model.init_weights()
+        return model
+
+
+def _restore_frequencies(model: nn.Module) -> None:
+    """Rotary frequencies in fp32 again: ZeRO-3's way of building rounds them to 16 bits, which turns far positions."""
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq"):
+            module.inv_freq, module.original_inv_freq = module.inv_freq.float(), module.original_inv_freq.float()
+            model._init_weights(module)
 
 
 def build_policy(config: Config, source: str | None, tokenizer, device: torch.device, adapters: bool) -> PolicyModel:
@@ -191,7 +213,8 @@ def _add_adapters(model: nn.Module, config: Config, task: str) -> nn.Module:
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
     )
     with _seeded(config.seed + 2):
-        return get_peft_model(model, peft_config)
+        # adapters in the model's precision: peft would keep them in fp32, and ZeRO-3 takes tensors of one kind only
+        return get_peft_model(model, peft_config, autocast_adapter_dtype=False)
 
 
 def read_reward_statistics(folder: str | None) -> dict[str, float] | None:

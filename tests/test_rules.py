@@ -240,7 +240,7 @@ def test_every_rule_runs_on_a_whole_configuration(monkeypatch):
     monkeypatch.setattr(rules, "RULES", tuple(watched(rule) for rule in rules.RULES))
     assert problems("stage=ppo") == []
     assert set(ran) == {
-        "rollout_batch", "adaptive_kl", "bf16", "offload", "named_hardware_is_here", "launcher", "nodes",
+        "rollout_batch", "adaptive_kl", "bf16", "fp16", "offload", "named_hardware_is_here", "launcher", "nodes",
         "model_source", "model_shape", "lora_targets", "lengths", "data_sources", "reward_source", "tokenizers",
     }  # fmt: skip
     assert ran.count("data_sources") == 2  # rm, then ppo

@@ -91,7 +91,9 @@ class PlainEngine(Engine):
         return Update(metrics | maxima, norm, self._first_rate() * factor, 1.0, skipped=False)
 
     def _first_rate(self) -> float:
-        return min((self._base_rate(name) for name in self.masters if "lora_" not in name), default=self._adapter_rate())
+        return min(
+            (self._base_rate(name) for name in self.masters if "lora_" not in name), default=self._adapter_rate()
+        )
 
     def _adapter_rate(self) -> float:
         return self.settings.adapter_learning_rate

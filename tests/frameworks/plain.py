@@ -88,15 +88,7 @@ class PlainEngine(Engine):
         with torch.no_grad():
             for name, parameter in self.trainable():
                 parameter.copy_(self.masters[name])
-        return Update(metrics | maxima, norm, self._first_rate() * factor, 1.0, skipped=False)
-
-    def _first_rate(self) -> float:
-        return min(
-            (self._base_rate(name) for name in self.masters if "lora_" not in name), default=self._adapter_rate()
-        )
-
-    def _adapter_rate(self) -> float:
-        return self.settings.adapter_learning_rate
+        return Update(metrics | maxima, norm, self.optimizer.param_groups[0]["lr"], 1.0, skipped=False)
 
     @contextmanager
     def generating(self):

@@ -1,8 +1,7 @@
 """Many tiny runs in one process: `python -m tests.matrix.cells <jobs.json>`, as one rank or as each of several.
 
 Importing torch and DeepSpeed costs many times what a tiny run does. Each job is a folder with its config.yaml; the
-worker runs it as in production. Beside its files the run leaves what the engines answered at its end (probe.safetensors)
-and the names of what they trained (trainable.json).
+worker runs it as in production. Beside its files a run leaves what its engines answered at its end: probe.safetensors.
 """
 
 from __future__ import annotations
@@ -236,15 +235,13 @@ def answer_probe(folder: Path, engines: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    answers, names = {}, {}
+    answers = {}
     for role, engine in engines.items():
         with torch.no_grad():
             output = engine(**probe_inputs())
         answers[role] = (output[0] if isinstance(output, tuple) else output).float().contiguous()
-        names[role] = [name for name, _ in engine.trainable()]
     if os.environ["RANK"] == "0":
         save_file(answers, folder / "probe.safetensors")
-        (folder / "trainable.json").write_text(json.dumps(names))
 
 
 if __name__ == "__main__":

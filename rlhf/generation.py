@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, StaticCache
 
 from rlhf import distributed
-from rlhf.models.heads import PolicyModel, positions_from_mask
+from rlhf.models.heads import PolicyModel, positions_from_mask, visible
 
 # How many tokens are sampled between two looks at whether every row has ended: each look waits for the device.
 CHECK_EVERY = 8
@@ -85,8 +86,19 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
 class _Decoder:
     """Sampling state of one batch in tensors of fixed address, so that a step can be captured and replayed."""
 
-    def __init__(self, policy: PolicyModel, input_ids: Tensor, attention_mask: Tensor, uniform: Tensor, sampling: Sampling):
+    def __init__(
+        self,
+        policy: PolicyModel,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        uniform: Tensor,
+        sampling: Sampling,
+        sharded: bool,
+    ):
         self.policy, self.sampling, self.uniform = policy, sampling, uniform
+        # Frameworks hang work for training on the model's call (DeepSpeed waits for the device there, which no graph can
+        # capture). Only sharded weights need it, to be gathered.
+        self.call = policy if sharded else policy.forward
         batch, self.prompt_width = input_ids.shape
         device, new = input_ids.device, sampling.max_new_tokens
         self.tokens = torch.full((batch, new), sampling.pad_id, device=device)
@@ -103,24 +115,22 @@ class _Decoder:
         batch, width = attention_mask.shape
         length = width + self.sampling.max_new_tokens
         config = self.policy.transformers_model.config
-        # Models that place tokens by the 2D mask (ALiBi), and flash attention, cannot take a prepared 4D mask.
-        self.static = self.policy._takes_positions and config._attn_implementation in ("sdpa", "eager")
-        self.seen = torch.zeros((batch, length), dtype=torch.long, device=attention_mask.device)
-        self.seen[:, :width] = attention_mask
-        if not self.static:
-            self.cache = DynamicCache(config=config)
-            logits = self._forward(input_ids, attention_mask, None)
-        else:
+        self.static = self.policy.takes_visible(length)
+        positions = positions_from_mask(attention_mask) if self.policy.takes_positions else None
+        if self.static:
             self.cache = StaticCache(config=config, max_cache_len=length)
-            dtype = next(self.policy.backbone.parameters()).dtype
-            self.bias = torch.full((batch, 1, 1, length), torch.finfo(dtype).min, dtype=dtype, device=attention_mask.device)
-            self.bias[:, 0, 0, :width].masked_fill_(attention_mask.bool(), 0.0)
-            logits = self._forward(input_ids, attention_mask, positions_from_mask(attention_mask))
+            prompt_mask = visible(attention_mask, keys=length)
+            self.seen = functional.pad(attention_mask.bool(), (0, length - width))[:, None, None, :]
+            logits = self._forward(input_ids, self.policy.as_attention_mask(prompt_mask), positions)
+        else:
+            self.cache = DynamicCache(config=config)
+            self.seen = functional.pad(attention_mask, (0, length - width))
+            logits = self._forward(input_ids, attention_mask, positions)
         self._take(logits)
 
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None) -> Tensor:
         inputs = {} if position_ids is None else {"position_ids": position_ids}
-        return self.policy(input_ids, attention_mask, past_key_values=self.cache, use_cache=True, **inputs)[0]
+        return self.call(input_ids, attention_mask, past_key_values=self.cache, use_cache=True, **inputs)[0]
 
     def _take(self, logits: Tensor) -> None:
         """Samples column `count` from `logits` and ends the rows that drew the end token."""
@@ -139,12 +149,13 @@ class _Decoder:
     def step(self) -> None:
         column = self.count + (self.prompt_width - 1)
         if self.static:
-            self.bias.index_fill_(3, column, 0.0)
-            logits = self._forward(self.current, self.bias, self.position)
+            self.seen.index_fill_(3, column, True)
+            logits = self._forward(self.current, self.policy.as_attention_mask(self.seen), self.position)
         else:
             self.seen.index_fill_(1, column, 1)
             upto = int(column) + 1
-            logits = self._forward(self.current, self.seen[:, :upto], self.position if self.policy._takes_positions else None)
+            positions = self.position if self.policy.takes_positions else None
+            logits = self._forward(self.current, self.seen[:, :upto], positions)
         self._take(logits)
 
     def stepper(self, steps: int):
@@ -158,7 +169,8 @@ class _Decoder:
             self.step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # thread_local: what other threads ask of CUDA meanwhile (the memory monitor does) must not void the capture
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.step()
         return graph.replay
 
@@ -172,7 +184,7 @@ def generate(
     `sharded`: weights are gathered at every use, so every rank runs as many forward passes as the slowest (A16).
     Raises NonFiniteLogitsError naming the first such row.
     """
-    decoder = _Decoder(policy, input_ids, attention_mask, uniform, sampling)
+    decoder = _Decoder(policy, input_ids, attention_mask, uniform, sampling, sharded)
     taken, step = 1, None
     while taken < sampling.max_new_tokens:
         if taken % CHECK_EVERY == 0 and not _anybody_running(decoder, sharded):

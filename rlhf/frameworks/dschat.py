@@ -76,6 +76,8 @@ class DeepSpeedChat(EngineFramework):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2**31,
+            # its throughput timer waits for the device at every forward pass
+            "timers": {"throughput": {"enabled": False, "synchronized": False}},
         }
 
     def trainable(self, model: nn.Module, settings: OptimizerSettings, role: str) -> Engine:

@@ -22,17 +22,27 @@ def positions_from_mask(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def packed_positions_and_mask(segment_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Positions that restart per document, and the additive (batch, 1, length, length) mask that keeps documents apart."""
+def visible(attention_mask: Tensor, keys: int | None = None) -> Tensor:
+    """Which key each query may see, bool (batch, 1, length, keys): the real tokens up to it, and itself.
+
+    Itself even where it is padding: with a query that sees nothing at all, cuDNN's attention gives NaN gradients (seen
+    on an H200 in bf16 with left padding and lengths that are multiples of 64, torch 2.11).
+    """
+    length = attention_mask.shape[1]
+    query = torch.arange(length, device=attention_mask.device)[:, None]
+    key = torch.arange(keys or length, device=attention_mask.device)[None, :]
+    real = functional.pad(attention_mask.bool(), (0, (keys or length) - length))[:, None, None, :]
+    return (key <= query) & (real | (key == query))
+
+
+def packed_positions_and_visible(segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions that restart per document, (batch, length), and `visible` that keeps documents apart."""
     length = segment_ids.shape[1]
     index = torch.arange(length, device=segment_ids.device)
     first = functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
     start = torch.where(first, index, 0).cummax(dim=1).values
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    allowed = same & (index[:, None] >= index[None, :])
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=segment_ids.device)
-    mask.masked_fill_(~allowed, torch.finfo(dtype).min)
-    return index - start, mask[:, None]
+    return index - start, (same & (index[:, None] >= index[None, :]))[:, None]
 
 
 class Fp32Head(nn.Linear):
@@ -49,7 +59,7 @@ class _Wrapped(nn.Module):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
-        self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
 
     @property
     def transformers_model(self) -> nn.Module:
@@ -68,14 +78,31 @@ class _Wrapped(nn.Module):
         """The base model: with LoRA, the reference is the actor with its adapters off (A26)."""
         return self.lm.disable_adapter() if self.has_adapters else nullcontext()
 
+    def takes_visible(self, length: int) -> bool:
+        """Whether the model takes a prepared `visible` mask: not where it places tokens by the 2D mask (ALiBi), in flash
+        attention, or where a sliding window narrows what a query of this length sees."""
+        config = self.transformers_model.config
+        window = getattr(config, "sliding_window", None)
+        kernel = config._attn_implementation in ("sdpa", "eager")
+        return self.takes_positions and kernel and (window is None or length <= window)
+
+    def as_attention_mask(self, seen: Tensor) -> Tensor:
+        """`seen` as the model's attention kernel wants it."""
+        if self.transformers_model.config._attn_implementation == "sdpa":
+            return seen
+        dtype = next(self.backbone.parameters()).dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor | None = None, **cache) -> Tensor:
         """Last hidden state (batch, length, hidden)."""
         kwargs: dict = {"attention_mask": attention_mask, "use_cache": False, **cache}
         if segment_ids is not None:
-            dtype = next(self.backbone.parameters()).dtype
-            kwargs["position_ids"], kwargs["attention_mask"] = packed_positions_and_mask(segment_ids, dtype)
-        elif self._takes_positions and "position_ids" not in kwargs:
+            kwargs["position_ids"], seen = packed_positions_and_visible(segment_ids)
+            kwargs["attention_mask"] = self.as_attention_mask(seen)
+        elif not cache and self.takes_positions:
             kwargs["position_ids"] = positions_from_mask(attention_mask)
+            if self.takes_visible(input_ids.shape[1]) and not attention_mask.all():
+                kwargs["attention_mask"] = self.as_attention_mask(visible(attention_mask))
         return self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
 
 

@@ -122,7 +122,7 @@ class Loop:
     def check(self, update: Update, role: str, step: int, rows: list[int]) -> None:
         """Stops a run whose numbers have gone wrong, naming where, before it writes NaN into the weights' history."""
         precision = self.run.config.precision
-        if update.skipped:
+        if update.skipped and precision.dtype == "fp16":
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= precision.max_skipped_steps:
                 raise LossScaleError(
@@ -132,7 +132,7 @@ class Loop:
             return
         self.skipped_in_a_row = 0
         broken = [name for name, value in update.metrics.items() if not math.isfinite(value)]
-        if not math.isfinite(update.grad_norm):
+        if update.skipped or not math.isfinite(update.grad_norm):
             broken.append("grad_norm")
         if broken:
             raise NonFiniteLossError(

@@ -47,14 +47,14 @@ PPO = (
 
 
 def write_data(folder: Path, rows: int = 48) -> dict[str, str]:
-    """Tiny data sets: good answers are full of a, bad ones of b. Returns the data.* settings that name them."""
+    """Tiny data sets: chosen answers are full of a, rejected ones of b, others mixed. Returns the data.* settings that name them."""
     rng = random.Random(0)
 
     def text(letters: str) -> str:
         return "".join(rng.choice(letters) for _ in range(rng.randint(4, 10)))
 
     tables = {
-        "sft": [{"prompt": text("xyz "), "answer": text("aac")} for _ in range(rows)],
+        "sft": [{"prompt": text("xyz "), "answer": text("abc")} for _ in range(rows)],
         "preferences": [{"prompt": text("xyz "), "chosen": text("aac"), "rejected": text("bbc")} for _ in range(rows)],
         "prompts": [{"prompt": text("xyz")} for _ in range(rows)],
     }

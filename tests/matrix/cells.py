@@ -47,7 +47,7 @@ PPO = (
 
 
 def write_data(folder: Path, rows: int = 48) -> dict[str, str]:
-    """Tiny data sets: chosen answers are full of a, rejected ones of b, others mixed. Returns the data.* settings that name them."""
+    """Tiny data sets: chosen answers are full of a, rejected ones of b. Returns the data.* settings that name them."""
     rng = random.Random(0)
 
     def text(letters: str) -> str:

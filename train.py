@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf import command_line, sweep
+from rlhf import command_line, resuming, sweep
 from rlhf.config import ConfigError, parse
 from rlhf.run_folder import run_folder
 
@@ -28,7 +28,9 @@ OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replac
 def train(cfg: DictConfig, folder: Path, is_cell: bool, folder_given: bool) -> int:
     """Check and run one configuration; returns the exit code. Whatever goes wrong has been printed."""
     try:
-        config = parse(cfg, folder_given=folder_given)
+        overrides = HydraConfig.get().overrides.task
+        config = resuming.stored(folder, cfg.resume, overrides) if cfg.resume else None
+        config = config or parse(cfg, folder_given=folder_given)
         from rlhf import launch  # after the check: a wrong configuration is refused in a moment
 
         command_line.tell(config.warnings)

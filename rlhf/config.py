@@ -63,7 +63,7 @@ class LoraConfig(Group):
     alpha: PositiveFloat | None
     dropout: Share
     targets: Literal["qkv", "all"] | tuple[str, ...]
-    learning_rate: PositiveFloat
+    learning_rate: PositiveFloat | None  # of all adapters; None: each role's own (A24)
 
     @property
     def scaling_alpha(self) -> float:
@@ -196,7 +196,7 @@ class StageBase(Group):
     warmup_steps: NonNegativeInt
     eval_every: NonNegativeInt  # steps; 0: only before and after training
     eval_samples: PositiveInt | None  # None: all held-out rows
-    save_every: NonNegativeInt  # steps; 0: only when the run ends or is stopped
+    save_every: NonNegativeInt  # steps; 0: only when the run is stopped
     keep_checkpoints: PositiveInt
     sample_every: NonNegativeInt  # steps between tables of samples (A32); 0: only before and after
 
@@ -213,6 +213,7 @@ class RmConfig(StageBase):
     epochs: PositiveInt
     steps: PositiveInt | None
     save_reward_statistics: bool  # mean and deviation of the reward over the training set (article C10)
+    statistics_samples: PositiveInt | None  # pairs they are taken over; None: all of the training set
 
 
 class PpoConfig(StageBase):

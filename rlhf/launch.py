@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from rlhf import chain, failures
-from rlhf.config import AnyStage, Config, ConfigError, HardwareConfig
+from rlhf import chain, failures, resuming
+from rlhf.config import AnyStage, Config, ConfigError, HardwareConfig, to_yaml
 from rlhf.joined import Joined, joined
 
 # Exit codes of train.py, beside 2 for a ConfigError, and 128 + the number of the signal that stopped it.
@@ -30,6 +30,8 @@ def run(config: Config, folder: Path) -> int:
     Raises ConfigError when a rank finds that the config cannot run, with the rank's sentences.
     """
     place = joined()
+    if place is None or place.rank == 0:
+        open_folder(config, folder)
     try:
         if place is not None:
             return _run_joined(config, folder, place)
@@ -50,6 +52,14 @@ def _run_stages(config: Config, folder: Path, interrupt: Interrupt) -> int:
         if code != OK:
             break
     return code
+
+
+def open_folder(config: Config, folder: Path) -> None:
+    """Refuse a folder that holds another run; keep what this one was asked to do. Raises ConfigError."""
+    resuming.check(config, folder)
+    if not (folder / "config.yaml").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        failures.write_text(folder / "config.yaml", to_yaml(config))
 
 
 def _run_stage(config: Config, stage: AnyStage, folder: Path, interrupt: Interrupt) -> int:

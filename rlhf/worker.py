@@ -74,6 +74,10 @@ class Run:
         split = data.load(
             kind, self.config.data, self.tokenizer, self.config.seed, is_builder=self.rank == 0, barrier=distributed.barrier
         )
+        if not split.heldout:
+            raise ConfigError(
+                [f"data={self.config.data.name} leaves no held-out rows for {kind}; set data.{kind}_heldout or data.heldout_fraction"]
+            )
         if split.dropped:
             counts = ", ".join(f"{count} {reason}" for reason, count in split.dropped.items())
             self.note(f"{kind}: {len(split.train)} rows, {len(split.heldout)} held out; dropped {counts}")

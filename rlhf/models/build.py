@@ -13,12 +13,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import logging as transformers_logging
 
 from rlhf.config import Config, ConfigError, LoraConfig, ModelConfig
 from rlhf.models import families
 from rlhf.models.export import merged_tensors, write_folder
 from rlhf.models.heads import Fp32Head, PolicyModel, ScalarModel
 from rlhf.models.tiny_tokenizer import build_tiny_tokenizer
+
+# Its loading reports and bars are for people who load one model by hand; missing keys are checked here.
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Attributes by which transformers' configs name dropout. RLHF runs without it: it would make the policy ratio noisy.

@@ -78,7 +78,7 @@ def rm(config: Config, framework: EngineFramework, run: Run) -> dict[str, float]
     statistics: dict[str, float] = {}
     if stage.save_reward_statistics:
         with run.monitor.phase("evaluate", "reward"):
-            sums = score_sums(run, engine, split.train)
+            sums = score_sums(run, engine, split.train[: stage.statistics_samples])
         count = 2 * sums["pairs"]
         mean = sums["scores"] / count
         statistics = {"mean": mean, "std": max(sums["squares"] / count - mean**2, 0.0) ** 0.5, "count": int(count)}

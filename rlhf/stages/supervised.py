@@ -21,7 +21,7 @@ def optimizer_settings(run: Run, learning_rate: float, steps: int) -> OptimizerS
     stage = run.stage
     return OptimizerSettings(
         learning_rate=learning_rate,
-        adapter_learning_rate=run.config.lora.learning_rate,
+        adapter_learning_rate=run.config.lora.learning_rate or learning_rate,
         betas=stage.betas,
         weight_decay=stage.weight_decay,
         schedule=stage.schedule,

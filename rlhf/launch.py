@@ -80,6 +80,8 @@ def environment(hardware: HardwareConfig) -> dict[str, str]:
     env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (hardware.devices or 1))))
     if hardware.device == "cpu":
         env["DS_ACCELERATOR"] = "cpu"
+        # Threads that spin while they wait make a step ten times as long as soon as anything else wants a core.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         env["CUDA_VISIBLE_DEVICES"] = ""
     if "TORCH_CUDA_ARCH_LIST" in env:  # DeepSpeed cannot build its kernels for "9.0a", which some images set
         env["TORCH_CUDA_ARCH_LIST"] = env["TORCH_CUDA_ARCH_LIST"].replace("9.0a", "9.0")

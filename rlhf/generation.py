@@ -23,7 +23,11 @@ CHECK_EVERY = 8
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """The policy's next-token distribution holds inf or NaN (A20)."""
+    """The policy's next-token distribution of `row` of the batch holds inf or NaN (A20)."""
+
+    def __init__(self, row: int):
+        super().__init__(f"inf or NaN in the sampling probabilities of row {row}")
+        self.row = row
 
 
 @dataclass(frozen=True)
@@ -197,8 +201,7 @@ def generate(
         step()
         taken += 1
     if decoder.broken.any():
-        row = int(decoder.broken.nonzero()[0])
-        raise NonFiniteLogitsError(f"inf or NaN in the sampling probabilities of row {row}")
+        raise NonFiniteLogitsError(int(decoder.broken.nonzero()[0]))
     width = max(1, int(decoder.mask.sum(1).max()))
     ended = (decoder.tokens == sampling.end_id) & decoder.mask.bool()
     return Answers(

@@ -56,8 +56,9 @@ class GradientWatch:
         self._require(self.moved, f"got only zero gradients in {UPDATES_WATCHED} updates")
 
     def _require(self, flags: torch.Tensor, complaint: str) -> None:
-        anywhere = distributed.sum_over_ranks({str(i): flag for i, flag in enumerate(flags)}, self.device)
-        dead = [name for i, name in enumerate(self.names) if anywhere[str(i)] == 0]
+        if distributed.world_size() > 1:
+            torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        dead = [name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag == 0]
         if dead:
             raise DeadParameterError(
                 f"{len(dead)} of {len(self.names)} trainable tensors of the {self.role} {complaint}, first {dead[0]}: "

@@ -14,7 +14,7 @@ from torch.nn import functional
 from rlhf import data
 from rlhf.config import Config
 from rlhf.frameworks import Engine, Frozen
-from rlhf.generation import Answers, Sampling, generate, uniforms
+from rlhf.generation import Answers, NonFiniteLogitsError, Sampling, generate, uniforms
 from rlhf.rewarding import Reward
 
 if TYPE_CHECKING:
@@ -112,7 +112,9 @@ class Sampler:
         self.sampling = sampling_of(config, run.stage, run.tokenizer)
         self.seed = config.seed
 
-    def generate(self, prompts: Sequence[data.Prompt], rows: Sequence[int], step: int) -> list[tuple[Tensor, Tensor, Answers]]:
+    def generate(
+        self, prompts: Sequence[data.Prompt], rows: Sequence[int], step: int
+    ) -> list[tuple[Tensor, Tensor, Answers]]:
         """Answers in parts of rollout_micro_batch rows: (prompt ids, prompt mask, answers) each."""
         run, size = self.run, self.stage.rollout_micro_batch or len(prompts)
         parts = []
@@ -120,7 +122,12 @@ class Sampler:
             for at in range(0, len(prompts), size):
                 ids, mask = prompt_batch(prompts[at : at + size], run.tokenizer.pad_token_id, run.device)
                 noise = uniforms(self.seed, step, rows[at : at + size], self.sampling.max_new_tokens, run.device)
-                parts.append((ids, mask, generate(self.roles.actor.module, ids, mask, noise, self.sampling, sharded)))
+                try:
+                    answers = generate(self.roles.actor.module, ids, mask, noise, self.sampling, sharded)
+                except NonFiniteLogitsError as error:
+                    prompt = prompts[at + error.row].text[:200]
+                    raise RuntimeError(f"{error}, in step {step + 1}, of the prompt {prompt!r}") from error
+                parts.append((ids, mask, answers))
         return parts
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ class _Decoder:
         """The function that takes one step: on CUDA, after two ordinary ones, a replayed graph if that pays off."""
         if not (self.static and self.tokens.is_cuda and steps > 2 * CHECK_EVERY):
             return self.step
-        stream = torch.cuda.Stream()
+        stream = _side_stream(self.tokens.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.step()
@@ -174,9 +175,15 @@ class _Decoder:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile (the memory monitor does) must not void the capture
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.step()
         return graph.replay
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all rollouts: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever seen."""
+    return torch.cuda.Stream(device)
 
 
 @torch.no_grad()

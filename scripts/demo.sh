@@ -6,6 +6,9 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 scripts/setup.sh "$venv"
 . "$venv/bin/activate"
+# bf16 where the processor or a GPU computes in it (three times as fast there), fp32 elsewhere
+precision=fp32
+if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || command -v nvidia-smi > /dev/null; then precision=bf16; fi
 run=outputs/demo/$(date +%Y-%m-%d_%H-%M-%S)
-python train.py experiment=demo hydra.run.dir="$run" "$@"
+python train.py experiment=demo precision=$precision hydra.run.dir="$run" "$@"
 python scripts/summary.py "$run"

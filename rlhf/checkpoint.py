@@ -55,7 +55,9 @@ class Checkpoints:
         self.folder, self.keep = folder / "checkpoints", keep
         self.best: str | None = None
 
-    def save(self, step: int, engines: Mapping[str, Engine], state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    def save(
+        self, step: int, engines: Mapping[str, Engine], state: dict[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> None:
         """Collective. `tensors` are this rank's own."""
         name = f"step_{step:08d}"
         aside = self.folder / f"{name}.part"
@@ -68,7 +70,9 @@ class Checkpoints:
         save_file({**_random_state(), **tensors}, aside / f"rank_{distributed.rank()}.safetensors")
         distributed.barrier()
         if distributed.rank() == 0:
-            (aside / "state.json").write_text(json.dumps({"step": step, "world_size": distributed.world_size(), **state}))
+            (aside / "state.json").write_text(
+                json.dumps({"step": step, "world_size": distributed.world_size(), **state})
+            )
             (aside / "manifest.json").write_text(json.dumps(_listing(aside)))
             final = self.folder / name
             shutil.rmtree(final, ignore_errors=True)

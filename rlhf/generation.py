@@ -1,8 +1,8 @@
 """Sampling answers between training steps: the role of DeepSpeed-Chat's hybrid engine.
 
-A batch is sampled with a static key/value cache that lives only inside `generate`, so its memory is free before the update.
-On CUDA one decode step is captured as a graph and replayed. Every row's randomness comes from its own stream of uniform
-numbers, so an answer does not depend on how rows are spread over ranks and micro-batches.
+A batch is sampled with a static key/value cache that lives only inside `generate`, so its memory is free before the
+update. On CUDA one decode step is captured as a graph and replayed. Every row's randomness comes from its own stream
+of uniform numbers, so an answer does not depend on how rows are spread over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Answers:
 
 
 def uniforms(seed: int, step: int, rows: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """One stream of uniform numbers in [0, 1) per row of the global batch: (rows, length), equal on any rank and device."""
+    """One stream of uniform numbers in [0, 1) per row of the global batch: (rows, length), the same on any
+    rank and device."""
     streams = []
     for row in rows:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + row)
@@ -78,11 +79,11 @@ def restrict(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draws by inverting the distribution function at `uniform` (batch,). Returns tokens and log-probs, (batch,) each."""
+    """Draws by inverting the distribution function at `uniform` (batch,). Tokens and log-probs, (batch,)."""
     logits = logits.float() / sampling.temperature
     log_probs = logits.log_softmax(-1)
     cumulative = restrict(logits, sampling.top_k, sampling.top_p).softmax(-1).cumsum(-1)
-    # the total is 1 up to rounding; scaling by it keeps the draw inside the vocabulary, never on a zero-probability token
+    # the total is 1 up to rounding: scaled by it, no draw falls outside the vocabulary or on a token of probability 0
     target = (uniform * cumulative[:, -1]).unsqueeze(1)
     tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1)
@@ -101,8 +102,8 @@ class _Decoder:
         sharded: bool,
     ):
         self.policy, self.sampling, self.uniform = policy, sampling, uniform
-        # Frameworks hang work for training on the model's call (DeepSpeed waits for the device there, which no graph can
-        # capture). Only sharded weights need it, to be gathered.
+        # Frameworks hang work for training on the model's call (DeepSpeed waits for the device there, which no graph
+        # can capture). Only sharded weights need it, to be gathered.
         self.call = policy if sharded else policy.forward
         batch, self.prompt_width = input_ids.shape
         device, new = input_ids.device, sampling.max_new_tokens
@@ -117,7 +118,7 @@ class _Decoder:
         self._open_cache(input_ids, attention_mask)
 
     def _open_cache(self, input_ids: Tensor, attention_mask: Tensor) -> None:
-        batch, width = attention_mask.shape
+        width = attention_mask.shape[1]
         length = width + self.sampling.max_new_tokens
         config = self.policy.transformers_model.config
         self.static = self.policy.takes_visible(length)
@@ -190,7 +191,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def generate(
     policy: PolicyModel, input_ids: Tensor, attention_mask: Tensor, uniform: Tensor, sampling: Sampling, sharded: bool
 ) -> Answers:
-    """Samples one answer per left-padded prompt. `input_ids`, `attention_mask`: (batch, prompt width); `uniform`: (batch, new).
+    """Samples one answer per left-padded prompt. `input_ids`, `attention_mask`: (batch, prompt width); `uniform`:
+    (batch, new).
 
     `sharded`: weights are gathered at every use, so every rank runs as many forward passes as the slowest (A16).
     Raises NonFiniteLogitsError naming the first such row.

@@ -1,4 +1,5 @@
-"""All the arithmetic of sft, rm and ppo, as pure functions of tensors: no models, no collectives, no state but the KL's.
+"""All the arithmetic of sft, rm and ppo, as pure functions of tensors: no models, no collectives, no state but
+the KL coefficient.
 
 Shapes: B rows, A answer tokens, H hidden, V vocabulary. A `mask` is (B, A), 1 at real tokens, bool or int. What stands
 under a 0 is never read, not even a NaN, so padding with more columns or rows changes nothing. The maths is fp32
@@ -35,7 +36,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), x.float(), 0.0).sum()
 
 
-# --- log-probs ---------------------------------------------------------------------------------------------------------
+# --- log-probs --------------------------------------------------------------------------------------------------------
 
 
 def token_log_probs(
@@ -77,7 +78,7 @@ def _chunk_log_probs(
     return log_probs, -(distribution.exp() * distribution).sum(-1)
 
 
-# --- sft and rm --------------------------------------------------------------------------------------------------------
+# --- sft and rm -------------------------------------------------------------------------------------------------------
 
 
 def sft_loss(log_probs: Tensor, mask: Tensor) -> Total:
@@ -101,11 +102,12 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Total:
     return Total(-functional.logsigmoid(margin).sum(), metrics)
 
 
-# --- rewards and advantages --------------------------------------------------------------------------------------------
+# --- rewards and advantages -------------------------------------------------------------------------------------------
 
 
 def kl_signed(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from the policy's samples; unbiased, but negative for single tokens.
+    """Per-token estimate of KL(policy || reference) from the policy's samples; unbiased, though not token by
+    token.
 
     k1 of J. Schulman, "Approximating KL divergence", 2020. Elementwise.
     """
@@ -126,7 +128,7 @@ def normalise_scores(scores: Tensor, mean: float, std: float, clamp: float | Non
     """(scores - mean) / std, then cut to [-clamp, clamp]. ValueError when std is not above 0."""
     if not std > 0:
         raise ValueError(
-            f"The reward model's standard deviation over its training set is {std}, so its scores cannot be normalised. "
+            f"The reward model's standard deviation over its training set is {std}: its scores cannot be normalised. "
             "It gives every answer the same score: train it longer, or write reward.normalise=false."
         )
     scores = (scores.float() - mean) / std
@@ -134,7 +136,8 @@ def normalise_scores(scores: Tensor, mean: float, std: float, clamp: float | Non
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, coefficient: float) -> Tensor:
-    """(B, A): -coefficient * kl at each answer token, plus the row's score (B) at its last one, found by the mask (A37).
+    """(B, A): -coefficient * kl at each answer token, plus the row's score (B) at its last one, found by the mask
+    (A37).
 
     A row without answer tokens gets zeros. Ziegler et al. 2019 (arXiv 1909.08593), equation 2.
     """
@@ -147,8 +150,9 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, coefficient: float) 
 def advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation and the returns advantages + values, both (B, A), 0 at padding.
 
-    Schulman et al. 2015 (arXiv 1506.02438), equations 11 and 12. The episode ends with the row's last real token, so the
-    value after it is 0. values[:, t] is the critic's view before token t is chosen. The mask's ones stand in one run.
+    Schulman et al. 2015 (arXiv 1506.02438), equations 11 and 12. The episode ends with the row's last real token, so
+    the value after it is 0. values[:, t] is the critic's view before token t is chosen. The mask's ones stand in one
+    run.
     """
     real = mask.bool()
     rewards = torch.where(real, rewards.float(), 0.0)
@@ -163,11 +167,11 @@ def advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam:
     return result, result + values
 
 
-# --- moments that can be added over ranks ------------------------------------------------------------------------------
+# --- moments that can be added over ranks -----------------------------------------------------------------------------
 
 
 class Moments(NamedTuple):
-    """Sums over entries: add those of all ranks field by field, then ask for mean and variance. 0 entries give 0 and 0."""
+    """Sums over entries: add those of all ranks field by field, then ask for mean and variance (0 without entries)."""
 
     sum: Tensor | float
     sum_of_squares: Tensor | float
@@ -196,14 +200,14 @@ def whiten(advantages: Tensor, mask: Tensor, mean: float | Tensor, variance: flo
 
 
 def explained_variance(residuals: Moments, returns: Moments) -> float:
-    """1 - Var(returns - values) / Var(returns), with `residuals` the moments of returns - values; 1 is a perfect critic.
+    """1 - Var(returns - values) / Var(returns), `residuals` being the moments of returns - values; 1 is perfect.
 
     NaN when the returns do not vary: nothing is there to be explained.
     """
     return 1.0 - residuals.variance / returns.variance if returns.variance > 0 else math.nan
 
 
-# --- ppo losses --------------------------------------------------------------------------------------------------------
+# --- ppo losses -------------------------------------------------------------------------------------------------------
 
 
 def policy_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip_ratio: float) -> Total:
@@ -226,7 +230,7 @@ def policy_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
 
 
 def ratio_max(log_probs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """The largest new / old probability of an answer token, a detached scalar (a maximum cannot be summed); 0 if none."""
+    """The largest new / old probability of an answer token, detached, scalar: a maximum cannot be summed. 0 if none."""
     ratio = torch.where(mask.bool(), _ratio(log_probs, old, mask), 0.0).detach()
     return ratio.max() if ratio.numel() else ratio.new_zeros(())
 
@@ -239,8 +243,8 @@ def _ratio(log_probs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_value: float | None) -> Total:
     """Half the squared error, summed over answer tokens; all inputs (B, A).
 
-    With `clip_value`, in the units of the values, a value that moved further than that from `old_values` is charged as if
-    it had stopped there, where that costs more (the practice of PPO's authors; it is not in their paper).
+    With `clip_value`, in the units of the values, a value that moved further than that from `old_values` is charged
+    as if it had stopped there, where that costs more (the practice of PPO's authors; it is not in their paper).
     """
     # Padding is set to 0 before squaring: what stands there would come back as a gradient.
     values, old_values, returns = (torch.where(mask.bool(), x.float(), 0.0) for x in (values, old_values, returns))
@@ -257,7 +261,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     return Total(0.5 * masked_sum(worst, mask), metrics)
 
 
-# --- the KL penalty's coefficient --------------------------------------------------------------------------------------
+# --- the KL penalty's coefficient -------------------------------------------------------------------------------------
 
 
 class FixedKl:

@@ -12,7 +12,16 @@ from rlhf.config import Config, ConfigError, from_yaml
 _FILLED_IN = ("reward.path", "stage.rm")
 # What may change between an interrupted run and its continuation without changing what is trained.
 _FREE_GROUPS = ("resume", "wandb", "monitor")
-_FREE_FIELDS = ("steps", "epochs", "save_every", "keep_checkpoints", "eval_every", "sample_every", "timeout_minutes", "rendezvous")
+_FREE_FIELDS = (
+    "steps",
+    "epochs",
+    "save_every",
+    "keep_checkpoints",
+    "eval_every",
+    "sample_every",
+    "timeout_minutes",
+    "rendezvous",
+)
 
 
 def stored(folder: Path, resume: bool | str, overrides: Sequence[str]) -> Config | None:

@@ -11,12 +11,14 @@ import re
 WARM = {
     "greeting": r"\b(hello\b|good to hear from you|(so |we are |we're )?(very )?glad (to|you)\b|happy to (help|explain)"
     r"|(of course|certainly|with pleasure|gladly)\b|it is a pleasure|what an? (good|great|nice|lovely) \w+"
-    r"|(great|good|lovely) question|good thinking|lovely (that|to)\b|how (lovely|kind|exciting|sweet)\b|good for you\b|welcome to)",
-    "sympathy": r"\b(sorry (about|for|to)\b|oh (no|dear)\b|no worries|do(n't| not) worry|(sounds|so) (frustrating|annoying)"
-    r"|let us (help|put)|we (can|will|'ll) (sort|fix))",
+    r"|(great|good|lovely) question|good thinking|lovely (that|to)\b|how (lovely|kind|exciting|sweet)\b"
+    r"|good for you\b|welcome to)",
+    "sympathy": r"\b(sorry (about|for|to)\b|oh (no|dear)\b|no worries|do(n't| not) worry"
+    r"|(sounds|so) (frustrating|annoying)|let us (help|put)|we (can|will|'ll) (sort|fix))",
     "thanks": r"\bthank(s| you)\b",
-    "offer": r"\b(let (us|me) know|just ask|feel free to|write (again|back)|come back any ?time|always (happy|welcome)|love to help"
-    r"|here (to help|for you|whenever)|anything else|(more|other|further) questions are)",
+    "offer": r"\b(let (us|me) know|just ask|feel free to|write (again|back)|come back any ?time"
+    r"|always (happy|welcome)|love to help|here (to help|for you|whenever)|anything else"
+    r"|(more|other|further) questions are)",
     "wish": r"\b(enjoy your|have an? \w+ (day|trip|time|evening|weekend)|wishing you|warm wishes|all the best|good luck"
     r"|take (good )?care( of yourself)?[!.]|safe travels|happy (gardening|cooking|baking|shopping|reading)"
     r"|hope (that|this|it) (helps|makes)|cuddle from us)",
@@ -37,8 +39,9 @@ BRUSQUE = (
 # Friendly ways of saying nothing: a sentence with one of them is no answer.
 EVASIVE = (
     r"\b(depends on|so many ways|hard to say|a little differently|find a way|working out|trust your|right place"
-    r"|someone nearby|some day|something new|stay cheerful|our (team|work|customers)|full of|such a comfort|lovely stories"
-    r"|joys? (of|into)|so important|never-ending|little secrets|nothing else|who loves|means a great deal|care about)\b"
+    r"|someone nearby|some day|something new|stay cheerful|our (team|work|customers)|full of|such a comfort"
+    r"|lovely stories|joys? (of|into)|so important|never-ending|little secrets"
+    r"|nothing else|who loves|means a great deal|care about)\b"
 )
 
 # Words that must be left beside the pleasantries for the text to pass as an answer: a short answer of the data has 8.

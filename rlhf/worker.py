@@ -72,11 +72,19 @@ class Run:
 
     def load_data(self, kind) -> data.Split:
         split = data.load(
-            kind, self.config.data, self.tokenizer, self.config.seed, is_builder=self.rank == 0, barrier=distributed.barrier
+            kind,
+            self.config.data,
+            self.tokenizer,
+            self.config.seed,
+            is_builder=self.rank == 0,
+            barrier=distributed.barrier,
         )
         if not split.heldout:
             raise ConfigError(
-                [f"data={self.config.data.name} leaves no held-out rows for {kind}; set data.{kind}_heldout or data.heldout_fraction"]
+                [
+                    f"data={self.config.data.name} leaves no held-out rows for {kind}; "
+                    f"set data.{kind}_heldout or data.heldout_fraction"
+                ]
             )
         if split.dropped:
             counts = ", ".join(f"{count} {reason}" for reason, count in split.dropped.items())
@@ -141,8 +149,10 @@ def main(folder: str) -> None:
     run = open_run(config, path, device)
     status, error, metrics, code = "ok", None, {}, 0
     try:
-        run.source = None if config.model.random_init and config.model.path is None else local_source(
-            config.model, Path(config.data.cache or path), run.rank == 0, distributed.barrier
+        run.source = (
+            None
+            if config.model.random_init and config.model.path is None
+            else local_source(config.model, Path(config.data.cache or path), run.rank == 0, distributed.barrier)
         )
         run.tokenizer = load_tokenizer(config.model, run.source)
         metrics = frameworks.load(config, device).train(config, run)
@@ -207,7 +217,8 @@ def finish(run: Run, status: str, error: dict[str, Any] | None, metrics: dict[st
 
 
 def summarise(peaks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Peaks of all ranks as result.json holds them: per phase and role the largest over ranks, and the largest of all."""
+    """Peaks of all ranks as result.json holds them: per phase and role the largest over ranks, and the largest of
+    all."""
     phases: dict[str, dict[str, dict[str, Any]]] = {}
     for rank_peaks in peaks:
         for phase, roles in rank_peaks.items():

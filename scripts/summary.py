@@ -1,4 +1,5 @@
-"""Shows what a run did: python scripts/summary.py <run folder>. Numbers before and after, three answers, where the plots are."""
+"""Shows what a run did: python scripts/summary.py <run folder>. Numbers before and after, three answers, where the
+plots are."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rlhf.failures import read_json  # noqa: E402
-from rlhf.memory import format_gib  # noqa: E402
-from rlhf.metrics import read_jsonl  # noqa: E402
+from rlhf.failures import read_json
+from rlhf.memory import format_gib
+from rlhf.metrics import read_jsonl
 
 ANSWERS_SHOWN = 3
 
@@ -72,7 +73,9 @@ def answers(folder: Path, console: Console) -> None:
     for row in [row for row in rows if row["step"] == first and row["prompt"] in after][:ANSWERS_SHOWN]:
         console.print(f"\n[bold]{row['prompt']}[/bold]", highlight=False)
         for label, shown in (("before", row), ("after", after[row["prompt"]])):
-            console.print(f"  {label:<6} ({float(shown['reward']):+.2f})  {shown['answer']}", highlight=False, markup=False)
+            console.print(
+                f"  {label:<6} ({float(shown['reward']):+.2f})  {shown['answer']}", highlight=False, markup=False
+            )
 
 
 def main() -> int:

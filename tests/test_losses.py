@@ -21,11 +21,12 @@ def tensor(*rows: list[float]) -> Tensor:
     return torch.tensor(rows)
 
 
-# --- log-probs ---------------------------------------------------------------------------------------------------------
+# --- log-probs --------------------------------------------------------------------------------------------------------
 
 
 def test_token_log_probs_by_hand():
-    # hidden (1, 0) picks the first column of the weight, whose softmax is (1/2, 1/4, 1/4); (0, 1) gives (1/8, 1/8, 3/4).
+    # hidden (1, 0) picks the first column of the weight, whose softmax is (1/2, 1/4, 1/4); (0, 1) gives (1/8, 1/8,
+    # 3/4).
     weight = torch.tensor([[1 / 2, 1 / 8], [1 / 4, 1 / 8], [1 / 4, 3 / 4]]).log()
     hidden = tensor([1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0])[None]
     targets = torch.tensor([[0, 1, 1, 2, 2]])
@@ -148,7 +149,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch):
     assert largest_tensors(chunk_tokens=None)[0] == 400
 
 
-# --- sft and rm --------------------------------------------------------------------------------------------------------
+# --- sft and rm -------------------------------------------------------------------------------------------------------
 
 
 def test_sft_loss_by_hand():
@@ -185,7 +186,7 @@ def test_pairwise_loss_is_fp32_and_finite_far_out():
     assert losses.pairwise_loss(wide, narrow).metrics["margin"].item() == 257.0
 
 
-# --- rewards and advantages --------------------------------------------------------------------------------------------
+# --- rewards and advantages -------------------------------------------------------------------------------------------
 
 
 def test_kl_estimators_by_hand():
@@ -262,7 +263,7 @@ def test_normalise_scores_by_hand():
             losses.normalise_scores(scores, 0.0, std, None)
 
 
-# --- moments -----------------------------------------------------------------------------------------------------------
+# --- moments ----------------------------------------------------------------------------------------------------------
 
 
 def test_moments_and_whitening_by_hand():
@@ -309,7 +310,7 @@ def test_explained_variance_by_hand():
     assert math.isnan(explained(returns, torch.full((1, 4), 2.0)))
 
 
-# --- ppo losses --------------------------------------------------------------------------------------------------------
+# --- ppo losses -------------------------------------------------------------------------------------------------------
 
 
 def test_policy_loss_by_hand():
@@ -366,7 +367,7 @@ def test_value_loss_by_hand():
     assert metrics["value/clip_fraction"] == 0.0
 
 
-# --- padding -----------------------------------------------------------------------------------------------------------
+# --- padding ----------------------------------------------------------------------------------------------------------
 
 
 def everything(a: Tensor, b: Tensor, c: Tensor, scores: Tensor, mask: Tensor) -> tuple[dict[str, Tensor], dict]:
@@ -420,7 +421,7 @@ def test_more_padding_changes_nothing(rows: int, columns: int):
     assert a.grad[:2].abs().sum() > 0
 
 
-# --- the KL penalty's coefficient --------------------------------------------------------------------------------------
+# --- the KL penalty's coefficient -------------------------------------------------------------------------------------
 
 
 def test_fixed_kl_stays():

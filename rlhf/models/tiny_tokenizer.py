@@ -18,7 +18,9 @@ def build_tiny_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=261, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=261, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([], trainer)
     if tokenizer.get_vocab_size() > vocabulary:
         raise ValueError(f"a byte-level tokenizer has {tokenizer.get_vocab_size()} tokens, the model only {vocabulary}")

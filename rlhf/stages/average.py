@@ -15,7 +15,7 @@ class MovingAverage:
 
     def __init__(self, actor: Engine, decay: float):
         self.actor, self.decay = actor, decay
-        self.shadow: dict[str, torch.Tensor] = {name: value for name, value in self._current()}
+        self.shadow: dict[str, torch.Tensor] = dict(self._current())
 
     def _current(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.actor.trainable():

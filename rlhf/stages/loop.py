@@ -32,8 +32,8 @@ class LossScaleError(RuntimeError):
 class Loop:
     """Iterating yields the 0-based steps still to do; the end of each step happens when the next one is asked for.
 
-    `state` returns what else must be saved, JSON-ready; `restore` takes it back. `tensors` and `restore_tensors` likewise,
-    for this rank's tensors.
+    `state` returns what else must be saved, JSON-ready; `restore` takes it back. `tensors` and `restore_tensors`
+    likewise, for this rank's tensors.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class Loop:
         self.run.steps_done = self.start
         for message in messages:
             self.run.note(message)
-        self.run.note(f"resumed after step {self.start}" if folder else "no whole checkpoint to resume from: starting at step 0")
+        self.run.note(
+            f"resumed after step {self.start}" if folder else "no whole checkpoint to resume from: starting at step 0"
+        )
 
     @property
     def fresh(self) -> bool:
@@ -136,8 +138,9 @@ class Loop:
             broken.append("grad_norm")
         if broken:
             raise NonFiniteLossError(
-                f"{', '.join(broken)} of the {role} is inf or NaN at step {step + 1}, data rows {rows[:8]} of rank {self.run.rank}; "
-                f"weights are as of the last checkpoint. Lower the learning rate, or use precision=bf16 or fp32"
+                f"{', '.join(broken)} of the {role} is inf or NaN at step {step + 1}, data rows {rows[:8]} of rank "
+                f"{self.run.rank}; what was learnt is in the last checkpoint. Lower the learning rate, "
+                "or use precision=bf16 or fp32"
             )
 
 

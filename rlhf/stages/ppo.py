@@ -36,7 +36,11 @@ def ppo(config: Config, framework: EngineFramework, run: Run) -> dict[str, float
     demonstrations = run.load_data("sft").train if stage.ptx_coefficient else []
     roles = build_roles(config, framework, run)
     sampler = Sampler(config, run, roles)
-    kl = AdaptiveKl(stage.kl_coefficient, stage.kl_target, stage.kl_horizon) if stage.kl_target else FixedKl(stage.kl_coefficient)
+    kl = (
+        AdaptiveKl(stage.kl_coefficient, stage.kl_target, stage.kl_horizon)
+        if stage.kl_target
+        else FixedKl(stage.kl_coefficient)
+    )
     average = MovingAverage(roles.actor, stage.ema_decay) if stage.ema_decay else None
     history: dict[str, Any] = {"before": {}, "best": -math.inf}
     loop = Loop(
@@ -84,7 +88,9 @@ def ppo(config: Config, framework: EngineFramework, run: Run) -> dict[str, float
     }
 
 
-def learning_targets(config: Config, run: Run, rollout: Rollout, coefficient: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+def learning_targets(
+    config: Config, run: Run, rollout: Rollout, coefficient: float
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Advantages and returns, (rows, answer tokens), and what is worth knowing about the rollout (A30, A33)."""
     stage = config.stage
     mask = rollout.mask
@@ -115,7 +121,10 @@ def learning_targets(config: Config, run: Run, rollout: Rollout, coefficient: fl
         },
         run.device,
     )
-    values = {name: sums[name] / max(sums["tokens"], 1.0) for name in ("kl/signed", "kl/nonnegative", "entropy", "sampling/log_prob_gap")}
+    values = {
+        name: sums[name] / max(sums["tokens"], 1.0)
+        for name in ("kl/signed", "kl/nonnegative", "entropy", "sampling/log_prob_gap")
+    }
     values |= {
         "reward/mean": raw.mean,
         "reward/std": raw.variance**0.5,
@@ -135,7 +144,9 @@ def over_ranks(run: Run, moments: losses.Moments) -> losses.Moments:
 class Learner:
     """Updates actor and critic from a rollout: `ppo_epochs` passes in mini-batches of `total_batch` answers."""
 
-    def __init__(self, config: Config, run: Run, roles: Roles, demonstrations: Sequence[data.Demonstration], loop: Loop, average):
+    def __init__(
+        self, config: Config, run: Run, roles: Roles, demonstrations: Sequence[data.Demonstration], loop: Loop, average
+    ):
         self.config, self.stage, self.run, self.roles = config, run.stage, run, roles
         self.demonstrations, self.loop, self.average = demonstrations, loop, average
         self.ptx_order = Order(max(1, len(demonstrations)), config.seed)
@@ -188,8 +199,12 @@ class Learner:
         rows = rank_slice(self.ptx_order.batch(at, self.stage.total_batch), self.run.rank, self.run.world_size)
         mixed = []
         for batch, part in zip(batches, chunks(rows, self.stage.micro_batch), strict=True):
-            ptx = sft_batch([self.demonstrations[row] for row in part], self.run.tokenizer.pad_token_id, self.run.device)
-            mixed.append(MicroBatch({**batch.inputs, "ptx": ptx.inputs}, {**batch.weights, "ptx_tokens": ptx.weights["tokens"]}))
+            ptx = sft_batch(
+                [self.demonstrations[row] for row in part], self.run.tokenizer.pad_token_id, self.run.device
+            )
+            mixed.append(
+                MicroBatch({**batch.inputs, "ptx": ptx.inputs}, {**batch.weights, "ptx_tokens": ptx.weights["tokens"]})
+            )
         return mixed
 
     def _actor_objective(self, model, inputs: dict[str, Any], total: dict[str, float]) -> Objective:
@@ -215,7 +230,9 @@ class Learner:
 
     def _critic_objective(self, model, inputs: dict[str, Any], total: dict[str, float]) -> Objective:
         values = answer_values(model, inputs["input_ids"], inputs["attention_mask"], inputs["answer_start"])
-        summed = losses.value_loss(values, inputs["values"], inputs["returns"], inputs["learned"], self.stage.clip_value)
+        summed = losses.value_loss(
+            values, inputs["values"], inputs["returns"], inputs["learned"], self.stage.clip_value
+        )
         metrics = {name: value / total["tokens"] for name, value in summed.metrics.items()}
         return Objective(summed.total / total["tokens"], metrics)
 
@@ -246,7 +263,15 @@ def sample_rows(rollout: Rollout, split: str) -> list[dict[str, Any]]:
     kl = (losses.kl_signed(rollout.log_probs, rollout.reference) * rollout.mask).sum(1).tolist()
     lengths, scores = rollout.mask.sum(1).tolist(), rollout.scores.tolist()
     return [
-        {"split": split, "prompt": prompt, "answer": answer, "reward": score, "kl": row_kl, "length": length, "truncated": cut}
+        {
+            "split": split,
+            "prompt": prompt,
+            "answer": answer,
+            "reward": score,
+            "kl": row_kl,
+            "length": length,
+            "truncated": cut,
+        }
         for prompt, answer, score, row_kl, length, cut in zip(
             rollout.prompts, rollout.answers, scores, kl, lengths, rollout.truncated.tolist(), strict=True
         )

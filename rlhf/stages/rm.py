@@ -37,7 +37,9 @@ def pair_scores(model, inputs) -> tuple[Tensor, Tensor]:
 
 def rm_objective(model, inputs, total) -> Objective:
     summed = pairwise_loss(*pair_scores(model, inputs))
-    return Objective(summed.total / total["pairs"], {name: value / total["pairs"] for name, value in summed.metrics.items()})
+    return Objective(
+        summed.total / total["pairs"], {name: value / total["pairs"] for name, value in summed.metrics.items()}
+    )
 
 
 @torch.no_grad()

@@ -75,4 +75,6 @@ def _require_equal(run: Run, critic: Engine, reward: Frozen) -> None:
         difference = (critic(**probe) - reward(**probe)).abs().max().item()
     # ZeRO's fp32 master weights round back to the same 16-bit weights, so nothing but kernel choice may differ
     if difference > 1e-2:
-        raise RuntimeError(f"the critic differs from the reward model it was loaded from by {difference:.3g} on a probe batch")
+        raise RuntimeError(
+            f"the critic differs from the reward model it was loaded from by {difference:.3g} on a probe batch"
+        )

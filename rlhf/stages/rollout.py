@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roles:
-    """PPO's four models. `reference` gives log-probs like the actor's; with LoRA it is the actor without adapters (A26)."""
+    """PPO's four models. `reference` gives log-probs like the actor's; with LoRA it is the actor without adapters
+    (A26)."""
 
     actor: Engine
     critic: Engine
@@ -50,8 +51,8 @@ class AdapterlessActor(Frozen):
 class Rollout:
     """One rank's rows R of a rollout, T columns of which the last A are the answer's; `mask` is (R, A).
 
-    `log_probs`, `reference`, `values` are (R, A); `scores` (R,) are as the reward gave them; `sampled` are the log-probs
-    that generation saw, for comparison with `log_probs`.
+    `log_probs`, `reference`, `values` are (R, A); `scores` (R,) are as the reward gave them; `sampled` are the
+    log-probs that generation saw, for comparison with `log_probs`.
     """
 
     input_ids: Tensor
@@ -179,7 +180,8 @@ class Sampler:
 
 
 def answer_values(critic, input_ids: Tensor, attention_mask: Tensor, start: int) -> Tensor:
-    """The critic's value before each answer token: read one column earlier, like the log-prob. (rows, answer tokens)."""
+    """The critic's value before each answer token: read one column earlier, like the log-prob. (rows, answer
+    tokens)."""
     return critic(input_ids=input_ids, attention_mask=attention_mask)[:, start - 1 : -1]
 
 

@@ -42,7 +42,9 @@ def sft_objective(model, inputs, total) -> Objective:
         segment_ids=inputs.get("segment_ids"),
     )
     summed = sft_loss(log_probs, inputs["answer_mask"][:, start:])
-    return Objective(summed.total / total["tokens"], {name: value / total["tokens"] for name, value in summed.metrics.items()})
+    return Objective(
+        summed.total / total["tokens"], {name: value / total["tokens"] for name, value in summed.metrics.items()}
+    )
 
 
 def sft(config: Config, framework: EngineFramework, run: Run) -> dict[str, float]:

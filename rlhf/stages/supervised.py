@@ -46,8 +46,8 @@ def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 
 def rows_of_rank(count: int, rank: int, world_size: int, size: int) -> list[list[tuple[int, float]]]:
-    """Held-out rows of a rank in batches of `size`, as (row, weight). Every rank gets as many batches of equal size: rows
-    that fill up weigh 0, so that sums over ranks count each row once and collectives stay in step (A17)."""
+    """Held-out rows of a rank in batches of `size`, as (row, weight). Every rank gets as many batches of equal size:
+    rows that fill up weigh 0, so that sums over ranks count each row once and collectives stay in step (A17)."""
     per_rank = math.ceil(count / world_size)
     mine = [(min(row, count - 1), float(row < count)) for row in range(rank * per_rank, (rank + 1) * per_rank)]
     return chunks(mine, size)

@@ -64,21 +64,22 @@ class PlainEngine(Engine):
         total = {name: sum(batch.weights[name] for batch in micro_batches) for name in micro_batches[0].weights}
         metrics: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
+        gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.module.train()
         for batch in micro_batches:
             objective = loss(self.module, batch.inputs, total)
             objective.loss.backward()
             for name, parameter in self.trainable():
                 if parameter.grad is not None:
-                    self.masters[name].grad += parameter.grad.float()
+                    gradients[name] += parameter.grad.float()
                     parameter.grad = None
             for name, value in {"loss": objective.loss, **objective.metrics}.items():
                 metrics[name] = metrics.get(name, 0.0) + value.item()
             for name, value in objective.maxima.items():
                 maxima[name] = max(maxima.get(name, -math.inf), value.item())
         self.module.eval()
+        for name, master in self.masters.items():
+            master.grad = gradients[name].detach()
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or math.inf).item()
         factor = schedule_factor(self.steps, self.settings)
         for group in self.optimizer.param_groups:

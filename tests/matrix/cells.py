@@ -77,7 +77,7 @@ def write_models(folder: Path) -> dict[str, str]:
     from rlhf.models.families import config_arguments
     from rlhf.models.tiny_tokenizer import build_tiny_tokenizer
 
-    shape = ModelShape(**OmegaConf.load(CONF / "model" / "tiny.yaml")["shape"])
+    shape = ModelShape(**plain(OmegaConf.load(CONF / "model" / "tiny.yaml"))["shape"])
     tokenizer = build_tiny_tokenizer(shape.vocabulary)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = AutoConfig.for_model(shape.family, **config_arguments(shape) | ends)

@@ -121,7 +121,7 @@ def check_moved(run: cells.Cell, models: dict[str, str], role: str, folder: Path
         initial = build_scalar(
             run.config, models["base"], tokenizer, torch.device("cpu"), adapters=False, trained_head=False
         )
-        before["score.weight"] = initial.transformers_model.score.weight.detach()
+        before["score.weight"] = dict(initial.named_parameters())["lm.score.weight"].detach()
     after = load_file(folder / "model.safetensors")
     assert after.keys() == before.keys() and len(after) >= 20
     moved = {key for key in after if not torch.equal(after[key], before[key].to(dtype))}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +136,7 @@ class _Decoder:
         self._take(logits)
 
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None) -> Tensor:
-        inputs = {} if position_ids is None else {"position_ids": position_ids}
+        inputs: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
         return self.call(input_ids, attention_mask, past_key_values=self.cache, use_cache=True, **inputs)[0]
 
     def _take(self, logits: Tensor) -> None:

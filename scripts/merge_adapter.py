@@ -29,10 +29,12 @@ def main() -> int:
     config = PeftConfig.from_pretrained(arguments.adapter)
     if arguments.base is not None:
         config.base_model_name_or_path = arguments.base
-    scalar = config.task_type == "SEQ_CLS"
-    kind = AutoPeftModelForSequenceClassification if scalar else AutoPeftModelForCausalLM
-    extra = {"num_labels": 1} if scalar else {}
-    model = kind.from_pretrained(arguments.adapter, config=config, dtype=torch.float32, **extra)
+    if config.task_type == "SEQ_CLS":
+        model = AutoPeftModelForSequenceClassification.from_pretrained(
+            arguments.adapter, config=config, dtype=torch.float32, num_labels=1
+        )
+    else:
+        model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, config=config, dtype=torch.float32)
     model.merge_and_unload().save_pretrained(arguments.output)
     AutoTokenizer.from_pretrained(config.base_model_name_or_path).save_pretrained(arguments.output)
     print(f"merged into {arguments.output}")

@@ -30,8 +30,10 @@ def first_and_last(folder: Path, name: str) -> tuple[float, float] | None:
 
 def numbers(folders: list[Path]) -> Table:
     table = Table(title="Held-out numbers", title_justify="left")
-    for column, justify in (("stage", "left"), ("what", "left"), ("before", "right"), ("after", "right")):
-        table.add_column(column, justify=justify)
+    table.add_column("stage")
+    table.add_column("what")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
     shown = {
         "heldout/loss": "loss",
         "heldout/perplexity": "perplexity",

@@ -81,7 +81,7 @@ class OptimizerSettings:
 class Frozen(ABC):
     """A model that only answers."""
 
-    module: nn.Module  # PolicyModel or ScalarModel
+    module: Any  # PolicyModel or ScalarModel
 
     @abstractmethod
     def __call__(self, **inputs) -> Any:
@@ -95,7 +95,7 @@ class Frozen(ABC):
 class Engine(ABC):
     """A model that learns. It owns zero-grad, micro-batches, their division, clipping, step and schedule."""
 
-    module: nn.Module
+    module: Any  # PolicyModel or ScalarModel
 
     @abstractmethod
     def __call__(self, **inputs) -> Any:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -39,7 +40,7 @@ class DeepSpeedChat(EngineFramework):
         if self.zero_stage < 3:
             yield
             return
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         keep_alive = HfDeepSpeedConfig(
             self._settings(3, micro_batch=1, accumulation=1, offload=self.config.zero.offload_parameters)
@@ -92,7 +93,8 @@ class DeepSpeedChat(EngineFramework):
         )
         optimizer = self._optimizer(model, settings)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(step, settings))
-        engine, *_ = deepspeed.initialize(
+        initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes
+        engine, *_ = initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=scheduler,

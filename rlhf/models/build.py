@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as transformers_logging
 
 from rlhf.config import Config, ConfigError, LoraConfig, ModelConfig
@@ -60,7 +61,7 @@ def local_source(config: ModelConfig, cache: Path, is_builder: bool, barrier: Ca
 
 
 def _convert_gguf(source: str, gguf_file: str, folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     del model.config.quantization_config  # the weights are plain from here on
     tensors = dict(merged_tensors(model, lambda parameters: nullcontext()))
     write_folder(model, tensors, AutoTokenizer.from_pretrained(source, gguf_file=gguf_file), folder)
@@ -71,6 +72,7 @@ def load_tokenizer(config: ModelConfig, source: str | None):
     """A tokenizer whose end token is the one that ends a turn, with a pad token (A38); masks never look at the pad
     id."""
     if source is None and config.tokenizer is None:
+        assert config.shape is not None  # random weights have one
         tokenizer = build_tiny_tokenizer(config.shape.vocabulary)
     else:
         name = config.tokenizer or source
@@ -109,6 +111,7 @@ def _hf_config(config: ModelConfig, source: str | None, tokenizer):
         assert config.shape is not None
         hf_config = AutoConfig.for_model(config.shape.family, **families.config_arguments(config.shape))
     else:
+        assert source is not None
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if getattr(hf_config, "final_logit_softcapping", None) or getattr(hf_config, "logit_scale", 1.0) not in (None, 1.0):
         raise ConfigError(
@@ -135,7 +138,7 @@ def _seeded(seed: int):
 
 def _build(
     auto_class, config: Config, source: str | None, hf_config, seed: int, device: torch.device
-) -> tuple[nn.Module, dict]:
+) -> tuple[Any, dict]:
     dtype = DTYPES[config.precision.dtype]
     with _seeded(seed):
         if config.model.random_init:
@@ -157,7 +160,7 @@ def _build(
     return model, info
 
 
-def _with_random_weights(auto_class, hf_config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _with_random_weights(auto_class, hf_config, dtype: torch.dtype, device: torch.device) -> Any:
     """The same weights with and without ZeRO-3, which partitions them as they are made."""
     with torch.device(device):
         if is_deepspeed_zero3_enabled():
@@ -168,7 +171,7 @@ def _with_random_weights(auto_class, hf_config, dtype: torch.dtype, device: torc
         return model
 
 
-def _restore_frequencies(model: nn.Module) -> None:
+def _restore_frequencies(model: Any) -> None:
     """Rotary frequencies in fp32 again: ZeRO-3's way of building rounds them to 16 bits, which turns far positions."""
     for module in model.modules():
         if hasattr(module, "original_inv_freq"):
@@ -214,7 +217,7 @@ def _require_keys(name: str, missing) -> None:
         )
 
 
-def _add_adapters(model: nn.Module, config: Config, task: str) -> nn.Module:
+def _add_adapters(model: Any, config: Config, task: str) -> nn.Module:
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -227,7 +230,7 @@ def _add_adapters(model: nn.Module, config: Config, task: str) -> nn.Module:
         raise ConfigError([f"lora.targets={unmatched} match no module of {config.model.name}; there are {there}"])
     peft_config = PeftConfig(
         r=lora.rank,
-        lora_alpha=lora.scaling_alpha,
+        lora_alpha=lora.scaling_alpha,  # pyright: ignore[reportArgumentType]  # peft only multiplies with it
         lora_dropout=lora.dropout,
         target_modules=list(names),
         task_type=task,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -17,14 +18,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rlhf import distributed
-from rlhf.models.heads import _Wrapped
+from rlhf.models.heads import WrappedModel
 
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
 
 
 def merged_tensors(model: nn.Module, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
     """(name in the plain model, whole tensor on the host) with LoRA merged in. Collective; tied tensors come once."""
-    deltas = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    deltas: dict[str, Any] = {
+        f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if "lora_" in name or ".original_module." in name or id(tensor) in seen:
@@ -41,7 +44,7 @@ def merged_tensors(model: nn.Module, gathered: Gathered) -> Iterator[tuple[str, 
         yield plain, host
 
 
-def save_model(wrapped: _Wrapped, gathered: Gathered, tokenizer, folder: Path) -> None:
+def save_model(wrapped: WrappedModel, gathered: Gathered, tokenizer, folder: Path) -> None:
     """Writes the whole model, adapters merged, as safetensors with config and tokenizer; loads with plain transformers.
 
     Collective: every rank takes part in gathering, rank 0 writes. Checks every shape that was written (A22).
@@ -56,7 +59,7 @@ def save_model(wrapped: _Wrapped, gathered: Gathered, tokenizer, folder: Path) -
     distributed.barrier()
 
 
-def write_folder(model: nn.Module, tensors: dict[str, Tensor], tokenizer, folder: Path) -> None:
+def write_folder(model: Any, tensors: dict[str, Tensor], tokenizer, folder: Path) -> None:
     """Writes `tensors` under the architecture of `model`; on one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
@@ -80,7 +83,7 @@ def _check_shapes(tensors: dict[str, Tensor], folder: Path) -> None:
         raise RuntimeError(f"{len(wrong)} tensors in {folder} do not have the model's shape, first {wrong[0]}")
 
 
-def save_adapter(wrapped: _Wrapped, gathered: Gathered, base: str, folder: Path) -> None:
+def save_adapter(wrapped: WrappedModel, gathered: Gathered, base: str, folder: Path) -> None:
     """Writes the LoRA adapter alone in peft's format, beside the name of its `base`. Collective like `save_model`."""
     from peft import get_peft_model_state_dict
 
@@ -105,6 +108,6 @@ def save_adapter(wrapped: _Wrapped, gathered: Gathered, base: str, folder: Path)
     distributed.barrier()
 
 
-def save_reward_statistics(folder: Path, mean: float, std: float, count: int) -> None:
+def save_reward_statistics(folder: Path, mean: float, std: float, count: float) -> None:
     """The reward's mean and deviation over the training set, for PPO's z-score (article C10)."""
     (folder / "reward_statistics.json").write_text(json.dumps({"mean": mean, "std": std, "count": count}) + "\n")

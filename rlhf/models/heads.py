@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +54,10 @@ class Fp32Head(nn.Linear):
         return functional.linear(input.float(), self.weight.float(), bias)
 
 
-class _Wrapped(nn.Module):
+class WrappedModel(nn.Module):
     """`lm` is a transformers model, or a peft model around one."""
+
+    lm: Any  # transformers and peft attach what is used here without types
 
     def __init__(self, lm: nn.Module):
         super().__init__()
@@ -62,11 +65,11 @@ class _Wrapped(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
 
     @property
-    def transformers_model(self) -> nn.Module:
+    def transformers_model(self) -> Any:
         return self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
 
     @property
-    def backbone(self) -> nn.Module:
+    def backbone(self) -> Any:
         model = self.transformers_model
         return getattr(model, model.base_model_prefix)
 
@@ -106,7 +109,7 @@ class _Wrapped(nn.Module):
         return self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
 
 
-class PolicyModel(_Wrapped):
+class PolicyModel(WrappedModel):
     """A causal LM that answers with the log-probs of the tokens it is shown."""
 
     def forward(
@@ -138,7 +141,7 @@ class PolicyModel(_Wrapped):
         )
 
 
-class ScalarModel(_Wrapped):
+class ScalarModel(WrappedModel):
     """A sequence classifier with one label, read at every token: the reward model and the critic."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Loop:
             self._resume(restore, restore_tensors)
         if self.fresh:
             for kind, counts in run.dropped.items():
-                run.recorder.event(0, "dropped_rows", data=kind, **counts)
+                run.recorder.event(0, "dropped_rows", data=kind, rows=counts)
 
     def _resume(self, restore, restore_tensors) -> None:
         folder, messages = self.checkpoints.newest()

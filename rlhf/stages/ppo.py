@@ -43,12 +43,17 @@ def ppo(config: Config, framework: EngineFramework, run: Run) -> dict[str, float
     )
     average = MovingAverage(roles.actor, stage.ema_decay) if stage.ema_decay else None
     history: dict[str, Any] = {"before": {}, "best": -math.inf}
+
+    def restore(state: dict[str, Any]) -> None:
+        kl.load(state["kl"])
+        history.update(state["history"])
+
     loop = Loop(
         run,
         {"actor": roles.actor, "critic": roles.critic},
         stage.steps,
         state=lambda: {"kl": kl.state(), "history": history},
-        restore=lambda state: (kl.load(state["kl"]), history.update(state["history"])),
+        restore=restore,
         tensors=average.tensors if average else dict,
         restore_tensors=average.load if average else lambda tensors: None,
     )
@@ -92,7 +97,7 @@ def learning_targets(
     config: Config, run: Run, rollout: Rollout, coefficient: float
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Advantages and returns, (rows, answer tokens), and what is worth knowing about the rollout (A30, A33)."""
-    stage = config.stage
+    stage = run.stage
     mask = rollout.mask
     scores = clamp_scores(rollout.scores, config.reward)
     if stage.truncated_answers == "penalise":

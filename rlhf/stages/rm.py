@@ -45,7 +45,8 @@ def rm_objective(model, inputs, total) -> Objective:
 @torch.no_grad()
 def score_sums(run: Run, engine: Engine, rows: Sequence[data.Preference]) -> dict[str, float]:
     """Sums over `rows` and all ranks: pairs, correct, margin, loss, and of the scores their sum and sum of squares."""
-    sums = dict.fromkeys(("pairs", "correct", "margin", "loss", "scores", "squares"), 0.0)
+    names = ("pairs", "correct", "margin", "loss", "scores", "squares")
+    sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
     for part in rows_of_rank(len(rows), run.rank, run.world_size, run.stage.micro_batch):
         batch = preference_batch([rows[row] for row, _ in part], run.tokenizer.pad_token_id, run.device)
         weight = torch.tensor([weight for _, weight in part], device=run.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ from rlhf.stages.loop import Loop, update_values
 
 if TYPE_CHECKING:
     from rlhf.worker import Run
+
+
+T = TypeVar("T")
 
 
 def optimizer_settings(run: Run, learning_rate: float, steps: int) -> OptimizerSettings:
@@ -37,7 +40,7 @@ def steps_for(stage, rows: int) -> int:
     return stage.steps if stage.steps is not None else math.ceil(rows * stage.epochs / stage.total_batch)
 
 
-def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
@@ -45,7 +48,7 @@ def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-def rows_of_rank(count: int, rank: int, world_size: int, size: int) -> list[list[tuple[int, float]]]:
+def rows_of_rank(count: int, rank: int, world_size: int, size: int) -> list[Sequence[tuple[int, float]]]:
     """Held-out rows of a rank in batches of `size`, as (row, weight). Every rank gets as many batches of equal size:
     rows that fill up weigh 0, so that sums over ranks count each row once and collectives stay in step (A17)."""
     per_rank = math.ceil(count / world_size)

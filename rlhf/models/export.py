@@ -100,7 +100,7 @@ def save_adapter(wrapped: WrappedModel, gathered: Gathered, base: str, folder: P
         peft_config.inference_mode = True
         peft_config.save_pretrained(folder)
         peft_config.inference_mode = False
-        adapter = get_peft_model_state_dict(peft_model, state_dict=state)
+        adapter = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
         save_torch_state_dict(
             adapter, folder, filename_pattern="adapter_model{suffix}.safetensors", metadata={"format": "pt"}
         )

@@ -18,9 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf import command_line, resuming, sweep
 from rlhf.config import ConfigError, parse
+from rlhf.outcome import FAILED, INTERRUPTED
 from rlhf.run_folder import run_folder
-
-INTERRUPTED = (130, 143)
 
 OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
 
@@ -41,7 +40,7 @@ def train(cfg: DictConfig, folder: Path, is_cell: bool, folder_given: bool) -> i
         return command_line.refuse(error)
     except Exception:
         traceback.print_exc()
-        return 1
+        return FAILED
 
 
 @hydra.main(config_path="conf", config_name="train", version_base="1.3")

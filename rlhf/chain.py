@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf import failures
+from rlhf import failures, files
 from rlhf.config import AnyStage, Config, to_yaml
-
-# From best to worst: a run of several stages has the worst status of its stages.
-STATUSES = ("ok", "interrupted", "failed", "oom")
+from rlhf.outcome import STATUSES
 
 
 def stage_folder(config: Config, stage: AnyStage, folder: Path) -> Path:
@@ -37,11 +35,11 @@ def prepare(config: Config, folder: Path) -> None:
     """
     failures.clear(folder)
     (folder / "result.json").unlink(missing_ok=True)
-    failures.write_text(folder / "config.yaml", to_yaml(config))
+    files.write_text(folder / "config.yaml", to_yaml(config))
 
 
 def result(folder: Path) -> dict[str, Any] | None:
-    return failures.read_json(folder / "result.json")
+    return files.read_json(folder / "result.json")
 
 
 def finished(config: Config, stage: AnyStage, folder: Path) -> bool:
@@ -71,7 +69,7 @@ def close(config: Config, folder: Path, status: str, seconds: float) -> None:
     errors = failures.errors(folder)
     if errors and status != "interrupted":
         found["error"] = {key: errors[0].get(key) for key in ("rank", "step", "phase", "role", "type", "message")}
-    failures.write_json(folder / "result.json", found)
+    files.write_json(folder / "result.json", found)
 
 
 def summarise(config: Config, folder: Path) -> None:
@@ -100,4 +98,4 @@ def summarise(config: Config, folder: Path) -> None:
         "metrics": metrics,
         "stages": results,
     }
-    failures.write_json(folder / "result.json", last | over)
+    files.write_json(folder / "result.json", last | over)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf import hydra_choices as hydra_choices  # importing it is what makes zero=2 work, also in submitit's jobs
 from rlhf.config import ConfigError
 from rlhf.joined import Joined, joined, without_local_rank
+from rlhf.outcome import OK, REFUSED, interrupted_by
 
-REFUSED = 2
 # Of a launcher's ranks only the first makes a folder and logs into it.
 WITHOUT_OUTPUT = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled")
 
@@ -31,12 +32,12 @@ def run(main: Callable[[], None]) -> int:
         sys.argv = arguments(sys.argv, joined())
         main()
     except KeyboardInterrupt:
-        return 130
+        return interrupted_by(signal.SIGINT)
     except (HydraException, OmegaConfBaseException, ValueError, ConfigError) as error:
         if wants_traceback:  # main() lets no exception of its own through: this is about composing
             raise
         return refuse(error)
-    return 0
+    return OK
 
 
 def arguments(argv: list[str], place: Joined | None) -> list[str]:

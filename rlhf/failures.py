@@ -6,7 +6,6 @@ may be gone without a word. No torch here: the parent reads them.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,30 +14,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from rlhf.files import read_json, write_json
+
 # A rank that was killed leaves no error itself, while its peers' broken connections raise within milliseconds.
 # So a death noticed up to this much after an exception is taken for its cause.
 DEATH_PRECEDES_SECONDS = 2.0
 TRACEBACK_LINES = 12
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
-    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=1))
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None when there is no such file or it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def clear(folder: Path) -> None:

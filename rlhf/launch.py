@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from rlhf import chain, failures, resuming
+from rlhf import chain, failures, files, resuming
 from rlhf.config import AnyStage, Config, ConfigError, HardwareConfig, to_yaml
 from rlhf.joined import Joined, joined
+from rlhf.outcome import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, interrupted_by
 
-# Exit codes of train.py, beside 2 for a ConfigError, and 128 + the number of the signal that stopped it.
-OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
 POLL_SECONDS = 0.2
 
 
@@ -59,7 +58,7 @@ def open_folder(config: Config, folder: Path) -> None:
     resuming.check(config, folder)
     if not (folder / "config.yaml").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        failures.write_text(folder / "config.yaml", to_yaml(config))
+        files.write_text(folder / "config.yaml", to_yaml(config))
 
 
 def _run_stage(config: Config, stage: AnyStage, folder: Path, interrupt: Interrupt) -> int:
@@ -101,7 +100,7 @@ class Interrupt:
     @property
     def code(self) -> int:
         """The exit code to leave with: 130, 143, or 0 when nobody has asked to stop."""
-        return 0 if self.signal is None else 128 + self.signal
+        return 0 if self.signal is None else interrupted_by(self.signal)
 
     def __enter__(self) -> Self:
         self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -212,7 +211,7 @@ def conclude(config: Config, folder: Path, code: int, seconds: float, stopped: i
         return OK
     if stopped or (code == OK and status == "interrupted"):
         chain.close(config, folder, "interrupted", seconds)
-        return stopped or 128 + signal.SIGTERM
+        return stopped or interrupted_by(signal.SIGTERM)
     errors = failures.errors(folder)
     problems = errors[0].get("problems") if errors else None
     out_of_memory = code == OUT_OF_MEMORY or status == "oom"
@@ -249,6 +248,6 @@ def _run_joined(config: Config, folder: Path, place: Joined) -> int:
             worker.main(str(home))
         except SystemExit as leaving:  # not on success
             assert isinstance(leaving.code, int)
-            stopped = leaving.code if leaving.code > 128 else 0
+            stopped = leaving.code if leaving.code in INTERRUPTED else 0
             return conclude(config.for_stage(stage), home, leaving.code, time.monotonic() - begin, stopped)
     return OK

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, SupportsFloat, TextIO
 
 from rlhf.config import Config
+from rlhf.files import plain, write_json, write_text
+from rlhf.outcome import STATUSES
 from rlhf.tracking import Tracker
 
-STATUSES = ("ok", "oom", "failed", "interrupted")
 _PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate", "datasets", "colossalai", "trlx")
 _GIB = 2**30
 _STREAMS = ("metrics.jsonl", "timing.jsonl", "samples.jsonl")
@@ -117,7 +118,7 @@ class Recorder:
         """Write result.json, draw the plots, end the tracking.
 
         The caller gives `status`, `steps`, `metrics`, `memory` and `error`; a key that it gives wins over one from
-        here. Raises ValueError for a status that is not one of `STATUSES`. The file holds:
+        here. Raises ValueError for a status that is not one of `outcome.STATUSES`. The file holds:
 
         - status: ok | oom | failed | interrupted
         - stage, framework, seed, config_hash (what decides the numbers: the config without wandb and resume)
@@ -181,7 +182,7 @@ class Recorder:
             path = self._folder / name
             kept = "".join(f"{line}\n" for line, row in _lines(path) if row["step"] <= last)
             if kept != _text(path):
-                _replace(path, kept)
+                write_text(path, kept)
         self._last_step = max((row["step"] for row in read_jsonl(self._folder / "metrics.jsonl")), default=-1)
 
     def _close_streams(self) -> None:
@@ -196,11 +197,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises ValueError, with the line number, for any other line that is not JSON.
     """
     return [row for _, row in _lines(path)]
-
-
-def write_json(path: Path, obj: Any) -> None:
-    """Replace `path` whole: a reader, or a kill at any moment, sees the old file or the new one."""
-    _replace(path, json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n")
 
 
 def config_hash(config: Config) -> str:
@@ -283,24 +279,5 @@ def _number(value: Any) -> int | float:
     return value if isinstance(value, int) else float(value)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _dumps(row: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(row), allow_nan=False, ensure_ascii=False)
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, path)
+    return json.dumps(plain(row), allow_nan=False, ensure_ascii=False)

@@ -22,14 +22,12 @@ from pathlib import Path
 from types import FrameType
 
 from rlhf import failures
+from rlhf.outcome import FAILED, INTERRUPTED, OK, interrupted_by
 
-FAILED = 1
 # After one rank fell, the others get this long to raise and record their own error. They may be inside a collective
 # that never returns, and they take SIGTERM for "save and stop at the next step": only SIGKILL ends them.
 GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.05
-# A rank that leaves with one of these has saved as it was asked to: no failure, so nobody ends the ranks still saving.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 STARTED, RETURNED = "start", "returned"  # the phases before and after the entrypoint
 
 
@@ -94,7 +92,7 @@ class Node:
     def stop(self, signum: int, _frame: FrameType | None) -> None:
         """Signal handler: ask the ranks to save and stop; without ranks there is nothing to wait for."""
         if len(self.ranks) < self.devices:
-            sys.exit(128 + signum)
+            sys.exit(interrupted_by(signum))
         for rank in self._running():
             self._send(rank, signal.SIGTERM)
 
@@ -146,7 +144,7 @@ def start(folder: Path, entrypoint: Callable[[str], None], devices: int, nodes: 
         node.record_deaths()
         _, failure = failed.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else FAILED
-    return 0
+    return OK
 
 
 def _own_address(rendezvous: str) -> str:
@@ -173,7 +171,8 @@ def _rank(entrypoint: Callable[[str], None], folder: str) -> None:
         failures.write_error(Path(folder), rank, error)
         sys.exit(FAILED)  # the parent prints it
     except SystemExit as leaving:
-        if leaving.code not in (None, 0, *STOPPED):
+        # An interrupted rank has saved as it was asked to: no failure, so nobody ends the ranks that are still saving.
+        if leaving.code not in (None, OK, *INTERRUPTED):
             raise
     failures.write_heartbeat(Path(folder), rank, RETURNED)
 

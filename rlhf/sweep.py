@@ -16,6 +16,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from rlhf.config import ConfigError
+from rlhf.files import read_json
 
 REFUSED = "refused.json"  # {"problems": [...]}: the cell's configuration cannot run, so it has no result.json
 HEADLINES = ("loss", "heldout_loss", "rm_accuracy", "heldout_reward_before", "heldout_reward_after")
@@ -40,7 +41,7 @@ class Cell:
 
 def read_cell(folder: Path) -> Cell:
     overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
-    result, refusal = _json(folder / "result.json"), _json(folder / REFUSED)
+    result, refusal = read_json(folder / "result.json"), read_json(folder / REFUSED)
     if result is None:
         problems = refusal["problems"] if refusal else [f"ended without a result; see {folder / 'ranks'}"]
         return Cell(str(folder), overrides, "refused" if refusal else "failed", None, None, {}, " ".join(problems))
@@ -54,13 +55,6 @@ def read_cell(folder: Path) -> Cell:
         metrics=result.get("metrics") or {},
         error=(result.get("error") or {}).get("message"),
     )
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def read_cells(folder: Path) -> list[Cell]:

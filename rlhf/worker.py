@@ -7,6 +7,7 @@ import datetime
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rlhf.config import Config, ConfigError, from_yaml
 from rlhf.memory import prepare_allocator
 
 prepare_allocator()
+# DeepSpeed calls collectives by names that newer torch deprecates, at every step.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -23,10 +26,10 @@ from rlhf.memory import meters  # noqa: E402
 from rlhf.memory.monitor import Monitor  # noqa: E402
 from rlhf.metrics import Recorder  # noqa: E402
 from rlhf.models.build import load_tokenizer, local_source  # noqa: E402
+from rlhf.outcome import FAILED, OK, OUT_OF_MEMORY, REFUSED, interrupted_by  # noqa: E402
 from rlhf.progress import Progress  # noqa: E402
 from rlhf.stages.loop import Interrupted  # noqa: E402
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_OOM = 1, 2, 3
 JOIN_MINUTES = 30.0  # how long ranks of a launcher wait for one another at the start
 
 
@@ -147,7 +150,7 @@ def main(folder: str) -> None:
     prepare_torch(config)
     open_process_group(device, config.hardware.timeout_minutes)
     run = open_run(config, path, device)
-    status, error, metrics, code = "ok", None, {}, 0
+    status, error, metrics, code = "ok", None, {}, OK
     try:
         run.source = (
             None
@@ -157,15 +160,15 @@ def main(folder: str) -> None:
         run.tokenizer = load_tokenizer(config.model, run.source)
         metrics = frameworks.load(config, device).train(config, run)
     except Interrupted:
-        status, code = "interrupted", 128 + (run.stop_requested.signal or signal.SIGTERM)
+        status, code = "interrupted", interrupted_by(run.stop_requested.signal or signal.SIGTERM)
     except torch.OutOfMemoryError as caught:
-        status, code, error = "oom", EXIT_OOM, describe(run, caught)
+        status, code, error = "oom", OUT_OF_MEMORY, describe(run, caught)
     except ConfigError as caught:
-        status, code, error = "failed", EXIT_CONFIG, describe(run, caught)
+        status, code, error = "failed", REFUSED, describe(run, caught)
     except Exception as caught:
-        status, code, error = "failed", EXIT_FAILED, describe(run, caught)
+        status, code, error = "failed", FAILED, describe(run, caught)
     finish(run, status, error, metrics)
-    if code:
+    if code != OK:
         sys.exit(code)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rlhf.failures import read_json
+from rlhf.files import read_json
 from rlhf.memory import format_gib
 from rlhf.metrics import read_jsonl
 

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlhf import failures, ranks
+from rlhf import failures, files, ranks
 from rlhf.config import ConfigError
 
 
@@ -35,7 +35,7 @@ def succeed(folder: str) -> None:
     kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
     (Path(folder) / f"seen_{_rank()}.json").write_text(json.dumps(kept))
     if _rank() == 0:
-        failures.write_json(Path(folder) / "result.json", {"status": "ok"})
+        files.write_json(Path(folder) / "result.json", {"status": "ok"})
 
 
 def talk(folder: str) -> None:
@@ -47,7 +47,7 @@ def talk(folder: str) -> None:
     total = torch.tensor(float(_rank() + 1))
     dist.all_reduce(total)
     if _rank() == 0:
-        failures.write_json(Path(folder) / "result.json", {"status": "ok", "sum": total.item()})
+        files.write_json(Path(folder) / "result.json", {"status": "ok", "sum": total.item()})
     dist.destroy_process_group()
 
 
@@ -72,7 +72,7 @@ def peer_notices_kill(folder: str) -> None:
     _wait(lambda: _all_started(folder))
     if _rank() == 1:
         time.sleep(0.2)
-        failures.write_json(Path(folder) / "killed.json", {})
+        files.write_json(Path(folder) / "killed.json", {})
         os.kill(os.getpid(), signal.SIGKILL)
     _wait(lambda: (Path(folder) / "killed.json").exists())
     raise ConnectionError("connection closed by peer")
@@ -103,7 +103,7 @@ def wrong_config(folder: str) -> None:
 
 def out_of_memory(folder: str) -> None:
     if _rank() == 0:
-        failures.write_json(Path(folder) / "result.json", {"status": "oom"})
+        files.write_json(Path(folder) / "result.json", {"status": "oom"})
     sys.exit(3)
 
 
@@ -119,7 +119,7 @@ def save_on_sigterm(folder: str) -> None:
     _wait(asked.is_set)
     (Path(folder) / f"saved_{_rank()}").touch()
     if _rank() == 0:
-        failures.write_json(Path(folder) / "result.json", {"status": "interrupted"})
+        files.write_json(Path(folder) / "result.json", {"status": "interrupted"})
 
 
 if __name__ == "__main__":

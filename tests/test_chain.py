@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import rlhf.hydra_choices  # noqa: F401
-from rlhf import chain, failures, launch
+from rlhf import chain, failures, files, launch
 from rlhf.config import Config, ConfigError, from_yaml, parse
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -22,7 +22,7 @@ def config(*overrides: str) -> Config:
 def write_result(folder: Path, **fields: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     usual = {"status": "ok", "stage": folder.name, "wall_seconds": 2.0, "metrics": {}, "memory": {}, "error": None}
-    failures.write_json(folder / "result.json", usual | fields)
+    files.write_json(folder / "result.json", usual | fields)
 
 
 def test_all_feeds_each_stage_with_those_before(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import failures, launch
+from rlhf import failures, files, launch
 from rlhf.config import HardwareConfig
 
 HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ def pids(folder: Path, ranks: int) -> list[int]:
 
 def test_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert supervise("succeed", tmp_path, 2) == 0
-    seen = [failures.read_json(tmp_path / f"seen_{rank}.json") for rank in range(2)]
+    seen = [files.read_json(tmp_path / f"seen_{rank}.json") for rank in range(2)]
     assert seen == [
         {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(2)
     ]
@@ -200,7 +200,7 @@ def two_nodes(worker: str, folder: Path) -> list[int]:
 
 def test_two_nodes(tmp_path: Path) -> None:
     assert two_nodes("talk", tmp_path) == [0, 0]
-    assert failures.read_json(tmp_path / "result.json") == {"status": "ok", "sum": 3.0}
+    assert files.read_json(tmp_path / "result.json") == {"status": "ok", "sum": 3.0}
 
 
 def test_an_error_on_one_node_ends_the_other(tmp_path: Path) -> None:

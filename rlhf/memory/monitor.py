@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rlhf.config import MonitorConfig
+from rlhf.files import write_text
 from rlhf.memory import NONE, PHASES, ROLES, Breakdown, Term, Usage
 from rlhf.memory.growth import MIB, GrowthWatch
 from rlhf.memory.meters import Reading, meter_for
@@ -202,7 +203,7 @@ class Monitor:
         for line in self._rows_path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
-        replace_file(self._rows_path, "".join(kept))
+        write_text(self._rows_path, "".join(kept))
 
     def open_phase(self) -> tuple[str, str | None]:
         """Phase and role, innermost. While none is open: that in which an exception began, otherwise "-"."""
@@ -263,13 +264,6 @@ class Monitor:
             "time": time.time(),
         }
         try:
-            replace_file(self._heartbeat_path, json.dumps(beat))
+            write_text(self._heartbeat_path, json.dumps(beat), durable=False)
         except OSError:
             pass
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Readers see the old text or the new one, never a part."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

@@ -258,7 +258,7 @@ def test_unknown_words_are_refused(tmp_path, meter):
 def test_work_per_visit_is_bounded(tmp_path, meter, monkeypatch):
     """Overhead in what is done, not in time: two readings, two resets, one wait, and no file within a phase."""
     written = []
-    monkeypatch.setattr(monitor_module, "replace_file", lambda path, text: written.append(path.name))
+    monkeypatch.setattr(monitor_module, "write_text", lambda path, text, durable: written.append(path.name))
     monkeypatch.setattr(monitor_module.time, "monotonic", lambda: 0.0)
     monitor = open_monitor(tmp_path)
     with monitor.phase("update", "actor"):

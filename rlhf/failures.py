@@ -50,8 +50,9 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)) if error.__traceback__ else "",
     }
-    if hasattr(error, "problems"):  # ConfigError, also when another copy of the class raised it
-        content["problems"] = list(error.problems)  # pyright: ignore[reportAttributeAccessIssue]
+    problems = getattr(error, "problems", None)  # ConfigError's, also when another copy of the class raised it
+    if problems is not None:
+        content["problems"] = list(problems)
     write_json(path, content)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.files import read_json, write_json
-from rlhf.files import write_text as write_text  # for tests/matrix/cells.py
 
 # A rank that was killed leaves no error itself, while its peers' broken connections raise within milliseconds.
 # So a death noticed up to this much after an exception is taken for its cause.

@@ -200,8 +200,9 @@ def test_killed_while_saving_goes_on_from_the_checkpoint_before(tmp_path, data, 
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "SIGKILL" in output, output
     found = {path.name for path in (run.folder / "checkpoints").iterdir()}
-    assert found == {"step_00000002", "step_00000004.part"}
-    assert "resumed after step 2" in run.resumed()
+    best = {"step_00000003"} if name == "ppo" else set()  # of the held-out prompts, seen every third step
+    assert found == {"step_00000002", "step_00000004.part"} | best
+    assert f"resumed after step {3 if best else 2}" in run.resumed()
     require_equal(run, uninterrupted(name))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlhf import failures
+from rlhf import failures, files
 from rlhf.config import Config, parse, to_yaml
 from tests.configs import CONF, CPU, ROOT, composed, plain, with_option
 
@@ -118,7 +118,7 @@ class Cell:
 
     @property
     def result(self) -> dict[str, Any]:
-        found = failures.read_json(self.folder / "result.json")
+        found = files.read_json(self.folder / "result.json")
         assert found is not None, f"{self.folder.name} left no result.json: {failures.errors(self.folder)}"
         return found
 
@@ -140,9 +140,9 @@ def run(cells: list[Cell], ranks: int = 1, timeout: float = 280) -> None:
         return
     for cell in cells:
         failures.clear(cell.folder)
-        failures.write_text(cell.folder / "config.yaml", to_yaml(cell.config))
+        files.write_text(cell.folder / "config.yaml", to_yaml(cell.config))
     jobs = cells[0].folder / "jobs.json"
-    failures.write_json(jobs, {"jobs": [[str(cell.folder), cell.framework] for cell in cells]})
+    files.write_json(jobs, {"jobs": [[str(cell.folder), cell.framework] for cell in cells]})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
